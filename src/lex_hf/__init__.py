@@ -1,0 +1,43 @@
+"""Length-Extrapolatable (LEX) Transformers for Hugging Face.
+
+Importing the package registers `LexConfig`, `LexModel` and `LexForCausalLM` with the Auto classes, so that
+`AutoModelForCausalLM.from_pretrained` loads LEX checkpoints. See arXiv 2212.10554.
+"""
+
+from importlib import resources
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from .cache_lex import LexCache
+from .configuration_lex import LexConfig
+from .modeling_lex import LexForCausalLM, LexModel
+from .torchscale import from_torchscale
+
+__version__ = "0.1.0"
+__all__ = ["LexCache", "LexConfig", "LexForCausalLM", "LexModel", "from_torchscale", "metric_path"]
+
+AutoConfig.register("lex", LexConfig)
+AutoModel.register(LexConfig, LexModel)
+AutoModelForCausalLM.register(LexConfig, LexForCausalLM)
+# Saving a model then saves its code, which loads where lex_hf is not installed.
+LexConfig.register_for_auto_class()
+LexModel.register_for_auto_class("AutoModel")
+LexForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+
+
+def metric_path(name: str = "perplexity") -> str:
+    """Return the path of a metric of this package, for `evaluate.load`.
+
+    Raises:
+        ValueError: If there is no metric of that name.
+
+    Example:
+        >>> import lex_hf
+        >>> lex_hf.metric_path().endswith("perplexity")
+        True
+    """
+    metrics = resources.files(__name__) / "metrics"
+    known = sorted(entry.name for entry in metrics.iterdir() if (entry / f"{entry.name}.py").is_file())
+    if name not in known:
+        raise ValueError(f"There is no metric {name!r}; there are: {', '.join(known)}.")
+    return str(metrics / name)

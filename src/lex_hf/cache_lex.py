@@ -1,0 +1,257 @@
+"""The generation cache: two blocks of keys and values for each layer, however long the text.
+
+A row's cache is a *pair of blocks*, `2h` slots. The first block of a text fills slots 0 … h - 1, the second slots
+h … 2h - 1. When a further token comes to a full pair, the second block moves to the first place and the token goes
+to slot h. Keys are stored as they enter attention, turned for their slot; the move is a turn by constants, once every
+h tokens, and nothing is ever recomputed. Sliding attention is the same with blocks as long as the window. Full
+attention is one block without an end, whose storage grows by doubling.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from .configuration_lex import LexConfig
+from .positions_lex import rotate
+
+if TYPE_CHECKING:
+    from .folding_lex import AttentionPlan
+
+
+def fill_of(end: int, block: int | None) -> int:
+    """Return the slots in use once a text that ends before slot `end` has kept its last pair of blocks only."""
+    if block is None or end <= 2 * block:
+        return end
+    return block + (end - 1) % block + 1
+
+
+def shifted(keys: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
+    """Turn keys of the second block of a pair, `(..., head_dim)`, into keys of the first."""
+    return keys if shift is None else rotate(keys, shift)
+
+
+class LexCacheLayer(CacheLayerMixin):
+    """Keys and values of one layer: a pair of blocks for each row.
+
+    Attributes:
+        block: Length of a block in tokens; `None` for full attention.
+        keys: Shape `(batch, num_heads, slots, head_dim)`.
+        values: As `keys`.
+        fills: Number of slots in use in each row; the next token goes to the next one.
+        lengths: Number of real tokens each row has read, padding not counted.
+    """
+
+    is_compileable = False
+
+    def __init__(self, block: int | None) -> None:
+        super().__init__()
+        self.block = block
+        self.fills: list[int] = []
+        self.lengths: list[int] = []
+        self.columns = 0
+
+    @property
+    def is_sliding(self) -> bool:
+        """Whether memory is bounded."""
+        return self.block is not None
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the storage for states of shape `(batch, num_heads, sequence, head_dim)`."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch, heads, _, width = key_states.shape
+        slots = 0 if self.block is None else 2 * self.block
+        with torch.inference_mode(False):  # so that a text begun in inference mode may be continued outside of it
+            self.keys = torch.zeros((batch, heads, slots, width), dtype=self.dtype, device=self.device)
+            self.values = torch.zeros_like(self.keys)
+        self.fills, self.lengths = [0] * batch, [0] * batch
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in new tokens and return all keys and values that their attention needs.
+
+        The cached states are constants: no gradient flows into earlier calls.
+
+        Args:
+            key_states: Keys turned for their slots, shape `(batch, num_heads, sequence, head_dim)`.
+            value_states: Values, same shape.
+            args: The [`AttentionPlan`] of the forward pass.
+            kwargs: Unused; part of transformers' interface.
+
+        Returns:
+            Keys and values of slots 0, 1, … of every row, shape `(batch, num_heads, slots, head_dim)`; without
+            gradients and within one pair of blocks they are a view of the storage.
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        (plan,) = args
+        return plan.write(self, key_states, value_states)
+
+    def reserve(self, slots: int) -> None:
+        """Make room for `slots` slots; only full attention ever needs more than it has."""
+        if self.keys is None or self.values is None or slots <= self.keys.shape[2]:
+            return
+        extra = max(slots, 2 * self.keys.shape[2], 64) - self.keys.shape[2]
+        self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, extra))
+        self.values = torch.nn.functional.pad(self.values, (0, 0, 0, extra))
+
+    def make_room(self, shift: torch.Tensor | None) -> None:
+        """Move the second block to the first place in every row whose pair is full.
+
+        Args:
+            shift: Factors that move a key back by one block, or `None` if the scheme does not turn keys.
+        """
+        rows = [row for row, fill in enumerate(self.fills) if self.block and fill == 2 * self.block]
+        if not rows or self.block is None or self.keys is None or self.values is None:
+            return
+        # A plain slice where possible: an index would copy the storage of all rows.
+        which = slice(None) if len(rows) == len(self.fills) else torch.tensor(rows, device=self.keys.device)
+        self.keys[which, :, : self.block] = shifted(self.keys[which, :, self.block :], shift)
+        self.values[which, :, : self.block] = self.values[which, :, self.block :]
+        for row in rows:
+            self.fills[row] = self.block
+
+    def keep(self, keys: torch.Tensor, values: torch.Tensor, ends: list[int], shift: torch.Tensor | None) -> None:
+        """Store the last pair of blocks of each row.
+
+        Args:
+            keys: Keys of slots 0, 1, …, those past the first pair turned for the second block of their own pair.
+            values: As `keys`, shape `(batch, num_heads, slots, head_dim)`.
+            ends: Number of slots that each row fills.
+            shift: As for [`LexCacheLayer.make_room`].
+        """
+        assert self.keys is not None and self.values is not None
+        block = self.block
+        slots = self.keys.shape[2]
+        starts = [0 if block is None or end <= 2 * block else ((end - 1) // block - 1) * block for end in ends]
+        index = torch.tensor(starts, device=keys.device)[:, None] + torch.arange(slots, device=keys.device)
+        index = index.clamp(max=keys.shape[2] - 1)[:, None, :, None]
+        self.keys.copy_(keys.take_along_dim(index, dim=2))
+        self.values.copy_(values.take_along_dim(index, dim=2))
+        moved = [row for row, start in enumerate(starts) if start]
+        if moved and block is not None:
+            self.keys[moved, :, :block] = shifted(self.keys[moved, :, :block], shift)
+
+    def advance(self, counts: list[int], columns: int) -> None:
+        """Record that row b has read `counts[b]` more tokens, in `columns` columns of input."""
+        ends = (fill + count for fill, count in zip(self.fills, counts, strict=True))
+        self.fills = [fill_of(end, self.block) for end in ends]
+        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+        self.columns += columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys the next `query_length` tokens meet, and how many are gone."""
+        kept = max(self.fills, default=0)
+        return kept + query_length, self.columns - kept
+
+    def get_seq_length(self) -> int:
+        """Return the number of columns read so far, padding included, as transformers counts them."""
+        return self.columns
+
+    def get_max_length(self) -> int:
+        """Return -1: a text may have any length."""
+        return -1
+
+    def reset(self) -> None:
+        """Forget everything that was read; the storage is kept."""
+        self.fills, self.lengths = [0] * len(self.fills), [0] * len(self.lengths)
+        self.columns = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens of every row.
+
+        Raises:
+            ValueError: If `tokens_to_remove` is positive, or the tokens reach back past the blocks that are kept.
+        """
+        removed = abs(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
+        # Rows that have dropped a block must keep the one before the block their next token falls into.
+        rows = zip(self.fills, self.lengths, strict=True)
+        spare = min((fill if fill == length else fill - (self.block or 0) for fill, length in rows), default=0)
+        if removed > spare:
+            raise ValueError(
+                f"crop({tokens_to_remove}): the block that these tokens followed is no longer in the cache, which can "
+                f"give back at most {spare} tokens now."
+            )
+        self.fills = [fill - removed for fill in self.fills]
+        self.lengths = [length - removed for length in self.lengths]
+        self.columns -= removed
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Let row b continue the text of row `beam_idx[b]`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, in that order."""
+        if self.keys is None or self.values is None:
+            return
+        self.keys = self.keys[indices.to(self.keys.device)]
+        self.values = self.values[indices.to(self.values.device)]
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self.fills = [self.fills[row] for row in indices.tolist()]
+        self.lengths = [self.lengths[row] for row in indices.tolist()]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        if self.keys is None or self.values is None:
+            return
+        self.keys = self.keys.repeat_interleave(repeats, dim=0)
+        self.values = self.values.repeat_interleave(repeats, dim=0)
+        self.fills = [fill for fill in self.fills for _ in range(repeats)]
+        self.lengths = [length for length in self.lengths for _ in range(repeats)]
+
+
+class LexCache(Cache):
+    """The cache of a LEX model; `generate` and a forward pass with `use_cache=True` make one on their own.
+
+    Memory is `2 · layers · batch · 2h · hidden_size` elements for blockwise attention, from the first token to the
+    millionth (2h = l by default), and twice the window in place of 2h for sliding attention. A layer with full
+    attention grows with the text.
+
+    Args:
+        config: Configuration of the model.
+
+    Example:
+        >>> from lex_hf import LexCache, LexConfig
+        >>> cache = LexCache(LexConfig())
+        >>> cache.nbytes()  # nothing is allocated before the first token
+        0
+    """
+
+    def __init__(self, config: LexConfig) -> None:
+        super().__init__(layers=[LexCacheLayer(config.attention_span(name)) for name in config.layer_patterns])
+
+    def nbytes(self) -> int:
+        """Return the bytes that the storages of all layers occupy, counted from the tensors themselves."""
+        tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def usable_cache(cache: Cache | None, config: LexConfig) -> Cache | None:
+    """Return `cache` with LEX layers: as it is, or, if it is an empty `DynamicCache`, with its layers replaced.
+
+    Raises:
+        ValueError: If the cache already holds states that LEX layers did not store, or was made for another model.
+    """
+    if cache is None:
+        return None
+    blocks = [config.attention_span(name) for name in config.layer_patterns]
+    if not isinstance(cache, Cache):
+        raise ValueError(f"past_key_values is a {type(cache).__name__}; pass a LexCache, or None to have one made.")
+    layers = cache.layers
+    if layers and all(hasattr(layer, "block") for layer in layers):
+        # An assistant that exits early uses the first layers of a longer cache.
+        if [layer.block for layer in layers][: len(blocks)] != blocks:
+            raise ValueError("past_key_values was made for a model with other attention patterns or block lengths.")
+        return cache
+    if not isinstance(cache, DynamicCache) or cache.get_seq_length() > 0:
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__} that holds {cache.get_seq_length()} tokens; LEX continues "
+            "only from its own cache. Pass a LexCache, an empty DynamicCache, or None to have one made."
+        )
+    cache.layers, cache.layer_class_to_replicate = [LexCacheLayer(block) for block in blocks], None
+    return cache

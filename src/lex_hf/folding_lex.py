@@ -1,0 +1,518 @@
+"""How one forward pass lays its tokens out, so that no query ever meets a key outside its pair of blocks.
+
+A *plan* is made once per forward pass and attention pattern, and used by every layer. Slots 0 … 2h - 1 are the pair of
+blocks at the start of the text (or the pair the cache holds), and the text runs on from there: slot s belongs to block
+s div h. Three parts of a text are attended separately:
+
+* the *head*: what still falls into the first pair. For a text no longer than l this is all, and it is plain causal
+  attention (LEX paper, §3.3: blockwise attention only differs beyond l);
+* the *blocks*: whole blocks, folded into the batch dimension, each with the keys of its own and the previous block;
+* the *tail*: the last, incomplete block.
+
+Within a pair, a key's slot is relative to the pair. So a key is turned for its own block, and turned again by constants
+when it serves as the previous one.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .cache_lex import LexCacheLayer, shifted
+from .masking_lex import attention_mask, visible
+from .positions_lex import PositionScheme, Rotation, rotate
+
+# (query, key, value, mask, is_causal) -> (output, weights or None); states are (batch, heads, sequence, head_dim).
+AttentionFunction = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, bool], tuple[torch.Tensor, torch.Tensor | None]
+]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Where the real tokens of a batch are, and which document they belong to.
+
+    Attributes:
+        counts: Number of real tokens in each row.
+        order: Column of the i-th real token of each row, then those of the padding, shape `(batch, sequence)`;
+            `None` if every row already begins with its real tokens.
+        document: Number of the document each token belongs to, shape `(batch, sequence)`; `None` if no row holds more
+            than one.
+        position: Position of each token in its document, same shape; `None` as above.
+    """
+
+    counts: list[int]
+    order: torch.Tensor | None = None
+    document: torch.Tensor | None = None
+    position: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        batch: int,
+        length: int,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+    ) -> "Rows":
+        """Read the layout of a batch from what transformers passes to a model.
+
+        Args:
+            batch: Number of rows.
+            length: Number of columns.
+            attention_mask: 1 for real tokens, 0 for padding, shape `(batch, at least length)`; the last `length`
+                columns are these tokens. `None` means that all are real.
+            position_ids: Shape `(batch or 1, length)`, or `None`. Where they do not go up by one, another document
+                begins, unless there is padding, whose positions mean nothing.
+        """
+        if attention_mask is not None:
+            real = attention_mask[:, -length:] != 0
+            # A compiler must not look at values: it always sorts, and knows no counts (they serve the cache only).
+            if torch.compiler.is_compiling():
+                return cls([length] * batch, torch.argsort(~real, dim=1, stable=True))
+            if not real.all():
+                aligned = bool((real[:, 1:] <= real[:, :-1]).all())
+                order = None if aligned else torch.argsort(~real, dim=1, stable=True)
+                return cls(real.sum(dim=1).tolist(), order)
+        if position_ids is not None and length > 1:
+            starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+            if torch.compiler.is_compiling() or starts.any():
+                return cls([length] * batch, None, *_documents(starts.expand(batch, -1)))
+        return cls([length] * batch)
+
+    def align(self, states: torch.Tensor) -> torch.Tensor:
+        """Bring the real tokens of each row to its front, `(batch, heads, sequence, head_dim)`."""
+        return states if self.order is None else states.take_along_dim(self.order[:, None, :, None], dim=2)
+
+    def restore(self, states: torch.Tensor) -> torch.Tensor:
+        """Undo [`Rows.align`]."""
+        if self.order is None:
+            return states
+        return states.take_along_dim(self.order.argsort(dim=1)[:, None, :, None], dim=2)
+
+    def restore_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """Bring weights, `(batch, heads, sequence, slots)`, into the order of the columns; the last slots are new."""
+        if self.order is None:
+            return weights
+        new = self.order.shape[1]
+        weights = self.restore(weights)
+        columns = weights[..., -new:].take_along_dim(self.order.argsort(dim=1)[:, None, None, :], dim=3)
+        return torch.cat((weights[..., :-new], columns), dim=3)
+
+
+def _documents(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Number the documents of packed rows and the positions in them; `starts` tells of columns 1, 2, …."""
+    starts = torch.nn.functional.pad(starts, (1, 0))
+    column = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
+    return starts.cumsum(dim=1), column - torch.where(starts, column, 0).cummax(dim=1).values
+
+
+class AttentionPlan(Protocol):
+    """The plan of one forward pass for one attention pattern.
+
+    States are `(batch, heads, sequence, head_dim)`, the real tokens of each row first ([`Rows.align`]).
+    """
+
+    @property
+    def rows(self) -> Rows:
+        """Layout of the batch."""
+        ...
+
+    def turn(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn queries and keys for their slots."""
+        ...
+
+    def write(
+        self, layer: LexCacheLayer, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put new keys and values into a layer's cache; return slots 0, 1, … up to the last new token."""
+        ...
+
+    def attend(
+        self, function: AttentionFunction, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend.
+
+        Args:
+            function: The attention function.
+            query: New queries, turned.
+            key: Keys of slots 0, 1, …: what `write` returned, or without a cache the new keys, turned.
+            value: As `key`.
+            dense: Whether to return the weights, which takes queries × slots of memory.
+
+        Returns:
+            Outputs, like `query`, and weights, shape `(batch, heads, sequence, slots)`, or `None`.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Fold:
+    """What planning needs to know of a model and one of its attention patterns.
+
+    Attributes:
+        pattern: Name of the attention pattern.
+        block: Its block length; `None` for full attention.
+        scheme: The position scheme.
+        implementation: Name of the attention function, which decides on the form of masks.
+    """
+
+    pattern: str
+    block: int | None
+    scheme: PositionScheme
+    implementation: str
+
+    def mask(
+        self, seen: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, like: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The mask for queries and keys in these slots, `seen` telling which keys a query sees."""
+        return attention_mask(seen, self.scheme.bias(query, key), self.implementation, like.dtype)
+
+    def plan(self, rows: Rows, fills: list[int], length: int, like: torch.Tensor) -> AttentionPlan:
+        """Plan a forward pass.
+
+        Args:
+            rows: Layout of the batch.
+            fills: Slots of the cache that each row has in use; empty without a cache.
+            length: Number of columns of new tokens.
+            like: A tensor whose device and dtype are those of the states.
+        """
+        # A full pair makes room for the next block before anything is written.
+        fills = [self.block if self.block and fill == 2 * self.block else fill for fill in fills] or [0]
+        if min(fills) == max(fills):
+            return UniformPlan.make(self, rows, fills[0], length, like)
+        if length == 1:
+            return RaggedStep.make(self, rows, fills, like)
+        return RaggedPlan.make(self, rows, fills, length, like)
+
+
+@dataclass(frozen=True)
+class UniformPlan:
+    """All rows continue at the same slot: views and whole blocks, no gathering.
+
+    Attributes:
+        block: Length of the folded blocks; `None` without any.
+        rows: Layout of the batch.
+        fill: Slots in use before this forward pass.
+        head: Number of tokens in the head; `blocks` and `tail` likewise.
+        first_key: First slot the head sees.
+        masks: Masks of head, blocks and tail, `None` where all keys are seen or `causal` says it.
+        causal: Whether the head is plain causal attention, which attention functions do best on their own.
+        rotation: Factors that turn queries and keys.
+    """
+
+    block: int | None
+    rows: Rows
+    fill: int
+    head: int
+    blocks: int
+    tail: int
+    first_key: int
+    masks: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+    causal: bool
+    rotation: Rotation | None
+
+    @classmethod
+    def make(cls, fold: Fold, rows: Rows, fill: int, length: int, like: torch.Tensor) -> "UniformPlan":
+        """Divide `length` new tokens, which continue at slot `fill`, into head, blocks and tail."""
+        block = fold.block
+        # Blocks of packed documents begin anywhere in a row, so a query may look back over two of the row's own.
+        if block is not None and rows.document is not None and fold.pattern == "blockwise":
+            block = 2 * block
+        head = length if block is None else min(length, 2 * block - fill)
+        blocks, tail = (0, 0) if block is None else divmod(length - head, block)
+        first_key = max(0, fill + 1 - (block or 0)) if fold.pattern == "sliding" and head == 1 else 0
+        masks, causal = _uniform_masks(fold, rows, block, (fill, head, blocks, tail), first_key, like)
+        slots = _in_pair(torch.arange(fill, fill + length, device=like.device), block)
+        rotation = fold.scheme.rotation(slots, max(fill + head, 2 * (block or 0)), block, like)
+        return cls(block, rows, fill, head, blocks, tail, first_key, masks, causal, rotation)
+
+    def turn(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn queries and keys for their slots."""
+        return _turn(query, key, self.rotation)
+
+    def write(
+        self, layer: LexCacheLayer, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put new keys and values into a layer's cache; return slots 0, 1, … up to the last new token."""
+        shift, end = _shift(self.rotation), self.fill + self.head
+        layer.make_room(shift)
+        layer.reserve(end)
+        assert layer.keys is not None and layer.values is not None
+        with torch.no_grad():
+            layer.keys[:, :, self.fill : end] = key[:, :, : self.head]
+            layer.values[:, :, self.fill : end] = value[:, :, : self.head]
+        keys, values = layer.keys[:, :, :end], layer.values[:, :, :end]
+        outgrown = key.shape[2] > self.head
+        if outgrown or (torch.is_grad_enabled() and key.requires_grad):
+            keys = torch.cat((keys[:, :, : self.fill], key), dim=2)
+            values = torch.cat((values[:, :, : self.fill], value), dim=2)
+        if outgrown:
+            ends = [self.fill + count for count in self.rows.counts]
+            layer.keep(keys.detach(), values.detach(), ends, shift)
+        layer.advance(self.rows.counts, key.shape[2])
+        return keys, values
+
+    def attend(
+        self, function: AttentionFunction, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend in head, blocks and tail."""
+        end = self.fill + self.head
+        parts = [
+            function(
+                query[:, :, : self.head],
+                key[:, :, self.first_key : end],
+                value[:, :, self.first_key : end],
+                self.masks[0],
+                self.causal,
+            )
+        ]
+        if self.blocks or self.tail:
+            assert self.block is not None
+            parts += self._attend_blocks(function, query[:, :, self.head :], key, value, self.block)
+        output = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts], dim=2)
+        return output, self._dense_weights([part[1] for part in parts], key.shape[2]) if dense else None
+
+    def _attend_blocks(
+        self, function: AttentionFunction, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Attend in whole blocks and in the tail; `key` and `value` start at slot 0."""
+        key, value, whole = key[:, :, block:], value[:, :, block:], self.blocks * block
+        previous = shifted(key[:, :, : whole + (block if self.tail else 0)], _shift(self.rotation))
+        batch, parts = query.shape[0], []
+        if self.blocks:
+            keys = torch.cat((_folded(previous[:, :, :whole], block), _folded(key[:, :, block:], block, whole)), dim=2)
+            values = torch.cat((_folded(value, block, whole), _folded(value[:, :, block:], block, whole)), dim=2)
+            output, weights = function(_folded(query, block, whole), keys, values, self.masks[1], False)
+            output = output.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+            parts.append((output, None if weights is None else weights.unflatten(0, (batch, -1))))
+        if self.tail:
+            keys = torch.cat((previous[:, :, whole:], key[:, :, block + whole :]), dim=2)
+            parts.append(function(query[:, :, whole:], keys, value[:, :, whole:], self.masks[2], False))
+        return parts
+
+    def _dense_weights(self, parts: list[torch.Tensor | None], slots: int) -> torch.Tensor | None:
+        """Spread the weights of head, blocks and tail over a query × key matrix."""
+        first = parts[0]
+        if first is None:
+            return None
+        dense = first.new_zeros((*first.shape[:2], self.head + self.blocks * (self.block or 0) + self.tail, slots))
+        dense[:, :, : self.head, self.first_key : self.first_key + first.shape[3]] = first
+        query, block = self.head, self.block or 0
+        folded = parts[1].unbind(1) if self.blocks and parts[1] is not None else ()
+        for part in (*folded, *(parts[-1:] if self.tail else ())):
+            assert part is not None
+            key = (self.fill + query) // block * block - block
+            dense[:, :, query : query + part.shape[2], key : key + part.shape[3]] = part
+            query += part.shape[2]
+        return dense
+
+
+def _uniform_masks(
+    fold: Fold,
+    rows: Rows,
+    block: int | None,
+    parts: tuple[int, int, int, int],
+    first_key: int,
+    like: torch.Tensor,
+) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], bool]:
+    """Masks of head, blocks and tail, and whether the head is plain causal attention without one."""
+    fill, head, blocks, tail = parts
+    slots = torch.arange(2 * (block or 0) if blocks or tail else fill + head, device=like.device)
+    query, key = slots[fill : fill + head], slots[first_key : fill + head]
+    biased = fold.scheme.bias(slots[:1], slots[:1]) is not None
+    single = fold.pattern != "sliding" or fold.block is None or fill + head <= fold.block
+    plain = fill == 0 and single and rows.document is None and not biased
+    causal = plain and head > 1 and fold.implementation == "sdpa"
+    seen = None if causal or head == 1 else _seen(fold, rows, query, key, slice(fill, fill + head))
+    masks = [None if causal else fold.mask(seen, query, key, like), None, None]
+    if block is not None:
+        for part, (size, count) in enumerate(((block, blocks), (tail, 1)), start=1):
+            if size and count:
+                start = fill + head if part == 1 else fill + head + blocks * block
+                columns = (start, size, count, block)
+                query, key = slots[block : block + size], slots[: block + size]
+                masks[part] = fold.mask(_seen_folded(fold, rows, query, key, columns), query, key, like)
+    return (masks[0], masks[1], masks[2]), causal
+
+
+def _seen(
+    fold: Fold, rows: Rows, query: torch.Tensor, key: torch.Tensor, columns: slice
+) -> torch.Tensor:
+    """Which keys the head sees: by slot, or for packed rows by document and position in it."""
+    if rows.document is None or rows.position is None:
+        return visible(fold.pattern, fold.block, query, key)
+    document, position = rows.document[:, columns], rows.position[:, columns]
+    same = document[:, :, None] == document[:, None, :]
+    return same & visible(fold.pattern, fold.block, position, position)
+
+
+def _seen_folded(
+    fold: Fold, rows: Rows, query: torch.Tensor, key: torch.Tensor, columns: tuple[int, int, int, int]
+) -> torch.Tensor:
+    """The same for `count` blocks of `size` queries from column `start`, each with the `block` keys before it."""
+    if rows.document is None or rows.position is None:
+        return visible(fold.pattern, fold.block, query, key)
+    start, size, count, block = columns
+    stop = start + size * count
+    query_column = torch.arange(start, stop, device=query.device).view(count, size)
+    key_column = query_column[:, :1] - block + torch.arange(block + size, device=query.device)
+    document, position = (
+        (table[:, query_column].flatten(0, 1), table[:, key_column].flatten(0, 1))
+        for table in (rows.document, rows.position)
+    )
+    same = document[0][:, :, None] == document[1][:, None, :]
+    return same & visible(fold.pattern, fold.block, *position)
+
+
+@dataclass(frozen=True)
+class RaggedStep:
+    """Rows continue at different slots, by one token: in place, with a mask.
+
+    Attributes:
+        rows: Layout of the batch.
+        slots: Slot of each row's token, shape `(batch,)`.
+        end: Number of slots that any row uses.
+        mask: Mask over slots 0 … end - 1.
+        rotation: Factors that turn queries and keys.
+    """
+
+    rows: Rows
+    slots: torch.Tensor
+    end: int
+    mask: torch.Tensor | None
+    rotation: Rotation | None
+
+    @classmethod
+    def make(cls, fold: Fold, rows: Rows, fills: list[int], like: torch.Tensor) -> "RaggedStep":
+        """Plan one token for each row, the one of row b at slot `fills[b]`."""
+        end = max(fills) + 1
+        slots = torch.tensor(fills, device=like.device)
+        query, key = slots[:, None], torch.arange(end, device=like.device)
+        mask = fold.mask(visible(fold.pattern, fold.block, query, key), query, key, like)
+        rotation = fold.scheme.rotation(query, end, fold.block, like)
+        return cls(rows, slots, end, mask, rotation)
+
+    def turn(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn queries and keys for their slots."""
+        return _turn(query, key, self.rotation)
+
+    def write(
+        self, layer: LexCacheLayer, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put each row's token at its slot; return all slots in use."""
+        layer.make_room(_shift(self.rotation))
+        layer.reserve(self.end)
+        assert layer.keys is not None and layer.values is not None
+        row = torch.arange(len(self.slots), device=self.slots.device)
+        with torch.no_grad():
+            layer.keys[row, :, self.slots] = key[:, :, 0]
+            layer.values[row, :, self.slots] = value[:, :, 0]
+        layer.advance(self.rows.counts, 1)
+        keys, values = layer.keys[:, :, : self.end], layer.values[:, :, : self.end]
+        if torch.is_grad_enabled() and key.requires_grad:
+            index = self.slots[:, None, None, None].expand_as(key)
+            return keys.scatter(2, index, key), values.scatter(2, index, value)
+        return keys, values
+
+    def attend(
+        self, function: AttentionFunction, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend to all slots in use, each row to its own."""
+        output, weights = function(query, key, value, self.mask, False)
+        return output, weights if dense else None
+
+
+@dataclass(frozen=True)
+class RaggedPlan:
+    """Rows continue at different slots, by several tokens: what they hold and the new tokens become one text.
+
+    Every row's slots begin with its pair of blocks in the cache, so the blocks of all rows lie side by side although
+    their new tokens do not, and the text can be folded as one that begins at slot 0. Up to 2h queries of each row are
+    computed for nothing; a batch that is prefilled in one pass never comes here.
+
+    Attributes:
+        block: Block length; `None` for full attention.
+        rows: Layout of the batch.
+        fills: Slots that each row has in use.
+        slots: Slot of each new token, shape `(batch, sequence)`.
+        text: The plan for the slots as one text.
+        rotation: Factors that turn the new queries and keys.
+    """
+
+    block: int | None
+    rows: Rows
+    fills: list[int]
+    slots: torch.Tensor
+    text: UniformPlan
+    rotation: Rotation | None
+
+    @classmethod
+    def make(cls, fold: Fold, rows: Rows, fills: list[int], length: int, like: torch.Tensor) -> "RaggedPlan":
+        """Plan `length` columns of new tokens, those of row b from slot `fills[b]` on."""
+        starts = torch.tensor(fills, device=like.device)
+        slots = starts[:, None] + torch.arange(length, device=like.device)
+        end = max(fills) + length
+        text = UniformPlan.make(fold, Rows([end] * len(fills)), 0, end, like)
+        bound = end if fold.block is None else 2 * fold.block
+        rotation = fold.scheme.rotation(_in_pair(slots, fold.block), bound, fold.block, like)
+        return cls(fold.block, rows, fills, slots, text, rotation)
+
+    def turn(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Turn queries and keys for their slots."""
+        return _turn(query, key, self.rotation)
+
+    def write(
+        self, layer: LexCacheLayer, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put new keys and values behind those of each row; return the slots of the whole text."""
+        shift = _shift(self.rotation)
+        layer.make_room(shift)
+        layer.reserve(max(self.fills) + key.shape[2] if self.block is None else 0)
+        assert layer.keys is not None and layer.values is not None
+        keys, values = self._spread(key, layer.keys), self._spread(value, layer.values)
+        ends = [fill + count for fill, count in zip(self.fills, self.rows.counts, strict=True)]
+        layer.keep(keys.detach(), values.detach(), ends, shift)
+        layer.advance(self.rows.counts, key.shape[2])
+        return keys, values
+
+    def _spread(self, states: torch.Tensor, stored: torch.Tensor | None = None) -> torch.Tensor:
+        """Put states at their slots, behind what is stored, in a new tensor."""
+        batch, heads, _, width = states.shape
+        text = states.new_zeros((batch, heads, max(self.fills) + states.shape[2], width))
+        if stored is not None:
+            text[:, :, : max(self.fills)] = stored[:, :, : max(self.fills)]
+        return text.scatter(2, self.slots[:, None, :, None].expand_as(states), states)
+
+    def attend(
+        self, function: AttentionFunction, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend in the whole text; return what belongs to the new tokens."""
+        output, weights = self.text.attend(function, self._spread(query), key, value, dense)
+        index = self.slots[:, None, :, None]
+        return output.take_along_dim(index, dim=2), None if weights is None else weights.take_along_dim(index, dim=2)
+
+
+def _in_pair(slots: torch.Tensor, block: int | None) -> torch.Tensor:
+    """Slots relative to the pair of blocks in which a token is the newest."""
+    return slots if block is None else torch.where(slots < 2 * block, slots, block + slots % block)
+
+
+def _turn(
+    query: torch.Tensor, key: torch.Tensor, rotation: Rotation | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Turn queries and keys, `(batch, heads, sequence, head_dim)`."""
+    if rotation is None:
+        return query, key
+    factors = (rotation.query, rotation.key)
+    per_row = (table[:, None] if table.dim() == 4 else table for table in factors)
+    return rotate(query, next(per_row)), rotate(key, next(per_row))
+
+
+def _shift(rotation: Rotation | None) -> torch.Tensor | None:
+    return None if rotation is None else rotation.shift
+
+
+def _folded(states: torch.Tensor, block: int, length: int | None = None) -> torch.Tensor:
+    """Move whole blocks into the batch dimension: `(batch * blocks, heads, block, head_dim)`."""
+    return states[:, :, :length].unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,407 @@
+"""The LEX Transformer: GPT-medium's pre-LayerNorm decoder with xPos and blockwise causal attention."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.generation import GenerationMixin
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
+from transformers.utils import can_return_tuple, logging
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .cache_lex import LexCache, usable_cache
+from .configuration_lex import LexConfig
+from .folding_lex import AttentionPlan, Fold, Rows
+from .positions_lex import SCHEMES
+
+logger = logging.get_logger(__name__)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attend by the textbook, and return the weights.
+
+    Args:
+        module: The attention module; tells whether dropout is on.
+        query: Shape `(batch, heads, query, head_dim)`.
+        key: Shape `(batch, heads, key, head_dim)`.
+        value: As `key`.
+        attention_mask: What is added to the scores, broadcastable to `(batch, heads, query, key)`, or `None`.
+        scaling: Factor on the scores.
+        dropout: Probability with which a weight is dropped.
+        kwargs: Unused; part of transformers' interface.
+
+    Returns:
+        Outputs, shape `(batch, query, heads, head_dim)`, and weights, shape `(batch, heads, query, key)`.
+    """
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    exact = torch.float64 if scores.dtype == torch.float64 else torch.float32
+    weights = nn.functional.softmax(scores, dim=-1, dtype=exact).to(query.dtype)
+    weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class LexMLP(nn.Module):
+    """The feed-forward layer."""
+
+    def __init__(self, config: LexConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Map `(batch, sequence, hidden_size)` to the same shape."""
+        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+
+
+class LexAttention(nn.Module):
+    """Multi-head attention along the plan of its pattern."""
+
+    def __init__(self, config: LexConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.scaling = self.head_dim**-0.5
+        self.is_causal = True
+        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        plan: AttentionPlan,
+        past_key_values: Cache | None = None,
+        output_attentions: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend.
+
+        Args:
+            hidden_states: Shape `(batch, sequence, hidden_size)`.
+            plan: The plan of this forward pass for the pattern of this layer.
+            past_key_values: The cache, or `None`.
+            output_attentions: Whether to return weights (with eager attention only).
+            kwargs: Passed on to the attention function.
+
+        Returns:
+            Shape `(batch, sequence, hidden_size)`, and the weights, shape `(batch, heads, sequence, slots)`, or `None`.
+        """
+        batch, length, _ = hidden_states.shape
+        shape, rows = (batch, length, -1, self.head_dim), plan.rows
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        query, key, value = (
+            rows.align(project(hidden_states).view(shape).transpose(1, 2)) for project in projections
+        )
+        query, key = plan.turn(query, key)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx, plan)
+        output, weights = plan.attend(self._function(kwargs), query, key, value, output_attentions)
+        output = rows.restore(output).transpose(1, 2).reshape(batch, length, -1)
+        return self.o_proj(output), None if weights is None else rows.restore_weights(weights)
+
+    def _function(self, kwargs: dict[str, Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+        """The configured attention function in the form that plans call."""
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        dropout = self.config.attention_dropout if self.training else 0.0
+
+        def attend(
+            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
+        ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            output, weights = interface(
+                self, query, key, value, mask, scaling=self.scaling, dropout=dropout, is_causal=causal, **kwargs
+            )
+            return output.transpose(1, 2), weights
+
+        return attend
+
+
+class LexDecoderLayer(GradientCheckpointingLayer):
+    """A pre-LayerNorm decoder layer."""
+
+    def __init__(self, config: LexConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.self_attn = LexAttention(config, layer_idx)
+        self.mlp = LexMLP(config)
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+
+    def forward(self, hidden_states: torch.Tensor, plan: AttentionPlan, **kwargs: Any) -> torch.Tensor:
+        """Map `(batch, sequence, hidden_size)` to the same shape."""
+        attended, _ = self.self_attn(self.input_layernorm(hidden_states), plan, **kwargs)
+        hidden_states = hidden_states + self.dropout(attended)
+        transformed = self.mlp(self.post_attention_layernorm(hidden_states))
+        return hidden_states + self.dropout(transformed)
+
+
+class LexPreTrainedModel(PreTrainedModel):
+    """What all LEX models share: configuration, initialisation, and what transformers may do with them."""
+
+    config: LexConfig
+    config_class = LexConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LexDecoderLayer"]  # noqa: RUF012 - transformers declares these so
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _can_record_outputs = {"hidden_states": LexDecoderLayer, "attentions": LexAttention}  # noqa: RUF012
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        """Save weights, configuration, and the code that loading without lex_hf needs."""
+        # transformers enters only the class that is saved; the others are in the same files.
+        self.config.auto_map = dict(AUTO_MAP)
+        return super().save_pretrained(save_directory, *args, **kwargs)
+
+
+class LexModel(LexPreTrainedModel):
+    """The decoder without a head."""
+
+    def __init__(self, config: LexConfig) -> None:
+        super().__init__(config)
+        config.validate()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.positions = SCHEMES[config.position_embedding_type](config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.layers = nn.ModuleList([LexDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """Read tokens.
+
+        Args:
+            input_ids: Shape `(batch, sequence)`.
+            attention_mask: 1 for real tokens and 0 for padding, wherever it stands; shape `(batch, sequence)`, or
+                with a cache `(batch, tokens read + sequence)`. A row gives what it would give alone.
+            position_ids: Shape `(batch or 1, sequence)`. Needed only for packed rows: where they do not go up by one,
+                another document begins, which sees nothing of the one before.
+            inputs_embeds: Shape `(batch, sequence, hidden_size)`, in place of `input_ids`.
+            past_key_values: A [`LexCache`]; the tokens continue the text it holds.
+            use_cache: Whether to return a cache; `config.use_cache` by default.
+            kwargs: `output_hidden_states`, `output_attentions` (eager attention only; the weights have the shape
+                `(batch, heads, sequence, slots)`, where slots are the cached keys that are still visible, oldest
+                first, and then the new tokens), `return_dict`, and what the attention function takes.
+
+        Raises:
+            ValueError: For ids outside of the vocabulary, empty input, rows of padding only, or a mask, positions or
+                a cache that do not fit.
+        """
+        inputs_embeds = self._embed(input_ids, inputs_embeds)
+        batch, length, _ = inputs_embeds.shape
+        cache = usable_cache(past_key_values, self.config)
+        _check_mask(attention_mask, batch, length, cache)
+        rows = Rows.of(batch, length, attention_mask, position_ids)
+        if rows.document is not None:
+            _check_packing(cache)
+        elif use_cache and cache is None:
+            cache = LexCache(self.config)
+        if cache is None and min(rows.counts) == 0:
+            raise ValueError(f"Row {rows.counts.index(0)} of attention_mask has no 1: a row needs at least one token.")
+        plans = self._plans(rows, cache, inputs_embeds)
+        hidden_states = self.dropout(inputs_embeds)
+        for layer, pattern in zip(self.layers, self.config.layer_patterns, strict=False):
+            hidden_states = layer(hidden_states, plans[pattern], past_key_values=cache, **kwargs)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=cache)
+
+    def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
+        """Embed the tokens, after checking them."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("Pass exactly one of input_ids and inputs_embeds.")
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if tokens.shape[0] == 0 or tokens.shape[1] == 0:
+            raise ValueError(f"The input is empty: its shape is {tuple(tokens.shape)}; pass at least one token.")
+        if inputs_embeds is not None:
+            return inputs_embeds
+        # On an accelerator the check would wait for the device in every step; there the kernel itself asserts.
+        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
+            low, high = tokens.min().item(), tokens.max().item()
+            if low < 0 or high >= self.embed_tokens.num_embeddings:
+                raise ValueError(
+                    f"input_ids hold {low if low < 0 else high}; the vocabulary has ids 0 to "
+                    f"{self.embed_tokens.num_embeddings - 1}. Does the tokenizer belong to this model?"
+                )
+        return self.embed_tokens(tokens)
+
+    def _plans(self, rows: Rows, cache: Cache | None, like: torch.Tensor) -> dict[str, AttentionPlan]:
+        """Plan this forward pass, once for each attention pattern in use."""
+        patterns = self.config.layer_patterns
+        plans = {}
+        for pattern in dict.fromkeys(patterns):
+            block = self.config.attention_span(pattern)
+            fold = Fold(pattern, block, self.positions, self.config._attn_implementation)
+            fills = [] if cache is None else cache.layers[patterns.index(pattern)].fills
+            plans[pattern] = fold.plan(rows, fills, like.shape[1], like)
+        return plans
+
+    @torch.no_grad()
+    def position_bias(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+        """Return what the position scheme adds to attention scores.
+
+        Args:
+            query_positions: Positions of queries, shape `(query,)`.
+            key_positions: Positions of keys, shape `(key,)`.
+
+        Returns:
+            Shape `(heads, query, key)`; zeros for schemes that do not act on scores.
+        """
+        bias = self.positions.bias(query_positions, key_positions)
+        if bias is not None:
+            return bias
+        shape = (self.config.num_attention_heads, len(query_positions), len(key_positions))
+        return torch.zeros(shape, device=query_positions.device)
+
+
+def _check_mask(attention_mask: torch.Tensor | None, batch: int, length: int, cache: Cache | None) -> None:
+    if attention_mask is None:
+        return
+    total = length + (0 if cache is None else cache.get_seq_length())
+    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] != total:
+        raise ValueError(
+            f"attention_mask has the shape {tuple(attention_mask.shape)}; it must be (batch, tokens) = "
+            f"({batch}, {total}), 1 for real tokens and 0 for padding. LEX makes its own causal masks."
+        )
+
+
+def _check_packing(cache: Cache | None) -> None:
+    if cache is not None:
+        raise ValueError(
+            "position_ids start anew within a row, so it packs several documents, and a cache holds one: pass no "
+            "past_key_values, or one document in each row."
+        )
+
+
+class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
+    """The decoder with a language-modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
+
+    def __init__(self, config: LexConfig) -> None:
+        super().__init__(config)
+        self.model = LexModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.FloatTensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Predict the next token at every position.
+
+        Args:
+            input_ids: Shape `(batch, sequence)`.
+            attention_mask: See [`LexModel.forward`], like all that is not listed here.
+            position_ids: See [`LexModel.forward`].
+            past_key_values: See [`LexModel.forward`].
+            inputs_embeds: See [`LexModel.forward`].
+            labels: Shape `(batch, sequence)`; the token that follows is the target, -100 is not counted.
+            use_cache: See [`LexModel.forward`].
+            logits_to_keep: Number of last positions to compute logits for (0: all), or the positions themselves.
+            kwargs: See [`LexModel.forward`]; `num_items_in_batch` goes to the loss.
+
+        Returns:
+            `loss` (mean cross entropy in nats per token, if `labels` are given), `logits` of shape
+            `(batch, positions, vocab_size)`, `past_key_values`, `hidden_states`, `attentions`.
+        """
+        outputs = self.model(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    def position_bias(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+        """Return what the position scheme adds to attention scores; see [`LexModel.position_bias`]."""
+        return self.model.position_bias(query_positions, key_positions)
+
+    def _prepare_cache_for_generation(
+        self,
+        generation_config: Any,
+        model_kwargs: dict[str, Any],
+        generation_mode: Any,
+        batch_size: int,
+        max_cache_length: int,
+    ) -> None:
+        """Give `generate` a LEX cache; caches it cannot replace are refused."""
+        mask = model_kwargs.get("attention_mask")
+        if mask is not None and not (empty := mask.any(dim=1)).all():
+            row = int((~empty).nonzero()[0])
+            raise ValueError(f"Row {row} of attention_mask has no 1: a prompt needs at least one token.")
+        wanted = generation_config.cache_implementation
+        if wanted not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={wanted!r} is not available: LEX generates with its own cache, which already "
+                "has a constant size. Leave cache_implementation unset."
+            )
+        super()._prepare_cache_for_generation(
+            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+        )
+        cache = model_kwargs.get("past_key_values")
+        if cache is not None:
+            model_kwargs["past_key_values"] = usable_cache(cache, self.config)
+
+
+AUTO_MAP = {
+    "AutoConfig": "configuration_lex.LexConfig",
+    "AutoModel": "modeling_lex.LexModel",
+    "AutoModelForCausalLM": "modeling_lex.LexForCausalLM",
+}
