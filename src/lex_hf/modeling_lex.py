@@ -127,10 +127,22 @@ class LexAttention(nn.Module):
         dropout = self.config.attention_dropout if self.training else 0.0
 
         def attend(
-            query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, causal: bool
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: torch.Tensor,
+            mask: torch.Tensor | None,
+            causal: bool,
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
             output, weights = interface(
-                self, query, key, value, mask, scaling=self.scaling, dropout=dropout, is_causal=causal, **kwargs
+                self,
+                query,
+                key,
+                value,
+                mask,
+                scaling=self.scaling,
+                dropout=dropout,
+                is_causal=causal,
+                **kwargs,
             )
             return output.transpose(1, 2), weights
 
@@ -185,7 +197,9 @@ class LexModel(LexPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = SCHEMES[config.position_embedding_type](config)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.layers = nn.ModuleList([LexDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList(
+            [LexDecoderLayer(config, index) for index in range(config.num_hidden_layers)]
+        )
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -231,7 +245,9 @@ class LexModel(LexPreTrainedModel):
         elif use_cache and cache is None:
             cache = LexCache(self.config)
         if cache is None and min(rows.counts) == 0:
-            raise ValueError(f"Row {rows.counts.index(0)} of attention_mask has no 1: a row needs at least one token.")
+            raise ValueError(
+                f"Row {rows.counts.index(0)} of attention_mask has no 1: a row needs at least one token."
+            )
         plans = self._plans(rows, cache, inputs_embeds)
         hidden_states = self.dropout(inputs_embeds)
         for layer, pattern in zip(self.layers, self.config.layer_patterns, strict=False):
@@ -244,7 +260,9 @@ class LexModel(LexPreTrainedModel):
             raise ValueError("Pass exactly one of input_ids and inputs_embeds.")
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if tokens.shape[0] == 0 or tokens.shape[1] == 0:
-            raise ValueError(f"The input is empty: its shape is {tuple(tokens.shape)}; pass at least one token.")
+            raise ValueError(
+                f"The input is empty: its shape is {tuple(tokens.shape)}; pass at least one token."
+            )
         if inputs_embeds is not None:
             return inputs_embeds
         # On an accelerator the check would wait for the device in every step; there the kernel itself asserts.
@@ -360,7 +378,9 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+            loss = self.loss_function(
+                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
+            )
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -397,7 +417,10 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
         )
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
-            model_kwargs["past_key_values"] = usable_cache(cache, self.config)
+            given = getattr(cache, "_is_user_defined", False)
+            model_kwargs["past_key_values"] = (
+                usable_cache(cache, self.config) if given else LexCache(self.config)
+            )
 
 
 AUTO_MAP = {

@@ -1,0 +1,230 @@
+"""The cache: reading in pieces equals reading at once, and memory stays what it is."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from conftest import TOLERANCE, random_ids, tiny_model
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from test_modeling import PATTERNS, dense_logits
+from transformers import DynamicCache, QuantizedCache, StaticCache
+
+from lex_hf import LexCache, LexForCausalLM
+from lex_hf.cache_lex import LexCacheLayer
+
+pattern_fields = st.sampled_from(PATTERNS)
+cuts = st.lists(st.sampled_from([1, 1, 1, 2, 3, 5, 6, 7, 8, 13, 14, 15, 28, 30]), min_size=40, max_size=60)
+quick = hypothesis_settings(max_examples=30)
+
+
+def read_in_pieces(
+    model: LexForCausalLM, ids: torch.Tensor, pieces: list[int], mask: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Logits of `ids`, read in pieces with one cache."""
+    cache, logits, start = LexCache(model.config), [], 0
+    with torch.no_grad():
+        for piece in pieces:
+            stop = min(start + piece, ids.shape[1])
+            known = None if mask is None else mask[:, :stop]
+            logits.append(model(ids[:, start:stop], attention_mask=known, past_key_values=cache).logits)
+            start = stop
+            if start == ids.shape[1]:
+                break
+    assert start == ids.shape[1] == cache.get_seq_length()
+    return torch.cat(logits, dim=1)
+
+
+@quick
+@given(fields=pattern_fields, pieces=cuts, length=st.integers(1, 70))
+def test_pieces_of_any_size_give_the_same_logits(fields: dict[str, Any], pieces: list[int], length: int) -> None:
+    model, ids = tiny_model(dtype=torch.float64, **fields), random_ids(2, length)
+    pieces = [*pieces, length]
+    expected = torch.stack([dense_logits(model, row) for row in ids])
+    torch.testing.assert_close(read_in_pieces(model, ids, pieces), expected, atol=1e-9, rtol=0)
+
+
+@quick
+@given(fields=pattern_fields, pieces=cuts, data=st.data())
+def test_ragged_batches_read_in_pieces(fields: dict[str, Any], pieces: list[int], data: st.DataObject) -> None:
+    """Rows that begin, pause and end anywhere; left-padded prompts are the usual case."""
+    width = data.draw(st.integers(1, 70), label="width")
+    model, pieces = tiny_model(dtype=torch.float64, **fields), [*pieces, width]
+    lengths = [data.draw(st.integers(1, width)) for _ in range(2)]
+    columns = st.sets(st.integers(0, width - 1), min_size=1)
+    places = [*(range(width - n, width) for n in lengths), sorted(data.draw(columns))]
+    ids, mask = torch.zeros(2, 3, width, dtype=torch.long)
+    for row, place in enumerate(places):
+        ids[row, list(place)], mask[row, list(place)] = random_ids(len(place), seed=row), 1
+    logits = read_in_pieces(model, ids, pieces, mask)
+    assert logits.isfinite().all()
+    for row, place in enumerate(places):
+        expected = dense_logits(model, ids[row, list(place)])
+        torch.testing.assert_close(logits[row, list(place)], expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_token_by_token_over_ten_blocks_in_other_dtypes(dtype: torch.dtype) -> None:
+    model, ids = tiny_model(dtype=dtype), random_ids(2, 75)
+    with torch.no_grad():
+        expected = model(ids).logits
+    for pieces in ([1] * 75, [5] * 15, [40, 1, 34]):
+        logits = read_in_pieces(model, ids, pieces)
+        torch.testing.assert_close(logits, expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_everything_is_finite_and_exact_at_position_one_million(dtype: torch.dtype) -> None:
+    """A text that repeats itself every block gives the same logits in every block, so also in the last."""
+    model = tiny_model(dtype=dtype, num_hidden_layers=1, training_length=512, xpos_scale_base=256)
+    period = random_ids(1, 256)
+    chunk, cache = period.repeat(1, 500), LexCache(model.config)
+    with torch.no_grad():
+        expected = model(period.repeat(1, 3)).logits[:, -256:]
+        for _ in range(8):
+            logits = model(chunk, past_key_values=cache, logits_to_keep=256).logits
+        assert cache.get_seq_length() == 1_024_000
+        stepped = [model(period[:, i : i + 1], past_key_values=cache).logits for i in range(256)]
+    tolerance = 3 * TOLERANCE[dtype]
+    for result in (logits, torch.cat(stepped, dim=1)):
+        assert result.isfinite().all()
+        torch.testing.assert_close(result, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"attention_pattern": "sliding", "sliding_window": 7}])
+def test_bytes_are_the_same_after_ten_and_after_a_thousand_blocks(fields: dict[str, Any]) -> None:
+    model = tiny_model(**fields)
+    cache, ids = LexCache(model.config), random_ids(2, 990 * 7)
+    assert cache.nbytes() == 0
+    with torch.no_grad():
+        model(ids[:, :3], past_key_values=cache)
+        at_start, places = cache.nbytes(), [layer.keys.data_ptr() for layer in cache.layers]
+        model(ids[:, 3:70], past_key_values=cache)
+        after_ten = cache.nbytes()
+        model(ids[:, 70:6000], past_key_values=cache)
+        for column in range(6000, 6050):
+            model(ids[:, column : column + 1], past_key_values=cache)
+        model(ids[:, 6050:], past_key_values=cache)
+        model(ids[:, :70], past_key_values=cache)
+    assert cache.get_seq_length() == 1000 * 7
+    assert at_start == after_ten == cache.nbytes() > 0
+    # Written in place: never a new storage.
+    assert [layer.keys.data_ptr() for layer in cache.layers] == places
+    # 2 (keys and values) · layers · batch · l · hidden · 4 bytes, where l = 2h.
+    assert cache.nbytes() == 2 * 2 * 2 * 14 * 30 * 4
+
+
+def test_the_cache_holds_no_view_of_a_long_prompt() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        cache = model(random_ids(1, 3000)).past_key_values
+    for layer in cache.layers:
+        assert layer.keys.untyped_storage().nbytes() == 14 * 30 * 4
+
+
+def test_decoding_writes_in_place_and_moves_a_block_only_at_its_end() -> None:
+    """Write a token's position into its value: what is kept, and where, can then be read off."""
+    model = tiny_model(num_hidden_layers=1)
+    cache, ids = LexCache(model.config), random_ids(1, 30)
+    layer = cache.layers[0]
+    for position in range(30):
+        with torch.no_grad():
+            before = None if layer.values is None else layer.values.clone()
+            model(ids[:, position : position + 1], past_key_values=cache)
+        changed = [0] if before is None else (before != layer.values).any(-1).any(1)[0].nonzero().flatten().tolist()
+        moves = position >= 14 and position % 7 == 0
+        assert layer.fills == [position + 1 if position < 14 else 8 + position % 7]
+        assert changed == ([*range(8)] if moves else [layer.fills[0] - 1])
+
+
+@pytest.mark.parametrize("fields", PATTERNS)
+def test_rows_can_be_reordered_repeated_and_selected(fields: dict[str, Any]) -> None:
+    model = tiny_model(dtype=torch.float64, **fields)
+    ids, mask = random_ids(3, 33), torch.ones(3, 33, dtype=torch.long)
+    mask[1, :10], mask[2, :25] = 0, 0
+    follow = random_ids(6, 12, seed=5)
+    with torch.no_grad():
+        cache = model(ids, attention_mask=mask).past_key_values
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([5, 4, 3, 2, 1, 0]))
+        cache.batch_select_indices(torch.tensor([0, 2, 5]))
+        rows = [2, 1, 0]
+        known = torch.cat((mask[rows], torch.ones(3, 12, dtype=torch.long)), dim=1)
+        logits = model(follow[:3], attention_mask=known, past_key_values=cache).logits
+        whole = torch.cat((ids[rows], follow[:3]), dim=1)
+        expected = model(whole, attention_mask=known, use_cache=False).logits[:, 33:]
+    torch.testing.assert_close(logits, expected, atol=1e-9, rtol=0)
+
+
+def test_a_copy_goes_its_own_way_and_reset_starts_anew() -> None:
+    model, ids = tiny_model(dtype=torch.float64), random_ids(1, 40)
+    with torch.no_grad():
+        cache = model(ids[:, :20]).past_key_values
+        twin = copy.deepcopy(cache)
+        model(random_ids(1, 17, seed=3), past_key_values=twin)
+        expected = model(ids).logits[:, 20:]
+        torch.testing.assert_close(model(ids[:, 20:], past_key_values=cache).logits, expected, atol=1e-9, rtol=0)
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        again = model(ids, past_key_values=cache).logits[:, 20:]
+    torch.testing.assert_close(again, expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(("read", "removed"), [(14, 5), (14, 14), (18, 4), (20, 6), (21, 7), (7, 0)])
+def test_crop_takes_tokens_back(read: int, removed: int) -> None:
+    model, ids = tiny_model(dtype=torch.float64), random_ids(1, 40)
+    with torch.no_grad():
+        cache = model(ids[:, :read]).past_key_values
+        cache.crop(-removed)
+        assert cache.get_seq_length() == read - removed
+        logits = model(ids[:, read - removed :], past_key_values=cache).logits
+        expected = model(ids).logits[:, read - removed :]
+    torch.testing.assert_close(logits, expected, atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(("read", "removed", "spare"), [(15, 2, 1), (18, 5, 4), (6, 7, 6)])
+def test_crop_refuses_what_the_cache_no_longer_holds(read: int, removed: int, spare: int) -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        cache = model(random_ids(1, read)).past_key_values
+    with pytest.raises(ValueError, match=rf"crop\(-{removed}\).* at most {spare} tokens"):
+        cache.crop(-removed)
+    with pytest.raises(ValueError, match="as a negative number"):
+        cache.crop(1)
+
+
+def test_an_empty_dynamic_cache_becomes_a_lex_cache_in_place() -> None:
+    model, ids = tiny_model(dtype=torch.float64), random_ids(1, 40)
+    for cache in (DynamicCache(), DynamicCache(config=model.config)):
+        with torch.no_grad():
+            logits = [model(ids[:, i : i + 8], past_key_values=cache).logits for i in range(0, 40, 8)]
+            torch.testing.assert_close(torch.cat(logits, dim=1), model(ids).logits, atol=1e-9, rtol=0)
+        assert cache.get_seq_length() == 40
+        assert all(isinstance(layer, LexCacheLayer) for layer in cache.layers)
+
+
+def foreign_caches(model: LexForCausalLM) -> dict[str, Any]:
+    filled = DynamicCache()
+    filled.update(torch.zeros(1, 3, 2, 10), torch.zeros(1, 3, 2, 10), 0)
+    return {
+        "DynamicCache that holds 2 tokens": filled,
+        "StaticCache": StaticCache(config=model.config, max_cache_len=9),
+        "tuple": ((torch.zeros(1), torch.zeros(1)),),
+        "other attention patterns": LexCache(tiny_model(training_length=6).config),
+    }
+
+
+@pytest.mark.parametrize("case", foreign_caches(tiny_model()))
+def test_caches_of_others_are_refused(case: str) -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match=case):
+        model(random_ids(1, 4), past_key_values=foreign_caches(model)[case])
+
+
+def test_quantized_caches_are_refused() -> None:
+    model = tiny_model()
+    with pytest.raises(ValueError, match="cache_implementation='quantized' is not available"):
+        model.generate(random_ids(1, 4), cache_implementation="quantized", max_new_tokens=2)
+    assert not issubclass(QuantizedCache, DynamicCache)  # or usable_cache would adopt one

@@ -1,0 +1,118 @@
+"""`generate`: the same tokens with the cache as without, and in a batch as alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_ids, tiny_model
+from test_modeling import PATTERNS
+
+from lex_hf import LexCache
+
+
+def left_padded(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    width = max(len(prompt) for prompt in prompts)
+    ids, mask = torch.zeros(2, len(prompts), width, dtype=torch.long)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :], mask[row, width - len(prompt) :] = prompt, 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("fields", PATTERNS)
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {},
+        {"num_beams": 3},
+        {"num_beams": 3, "num_return_sequences": 2},
+        {"prefill_chunk_size": 4},
+        {"do_sample": True, "num_return_sequences": 3},
+    ],
+)
+def test_the_cache_changes_no_token(fields: dict[str, Any], mode: dict[str, Any]) -> None:
+    model, prompt = tiny_model(dtype=torch.float64, **fields), random_ids(1, 9)
+    settings = {"max_new_tokens": 45, "do_sample": False, **mode}
+    torch.manual_seed(0)
+    cached = model.generate(prompt, **settings)
+    settings.pop("prefill_chunk_size", None)
+    torch.manual_seed(0)
+    assert torch.equal(cached, model.generate(prompt, use_cache=False, **settings))
+    assert len({tuple(row.tolist()) for row in cached}) == len(cached)
+
+
+@pytest.mark.parametrize("fields", PATTERNS)
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 2}, {"prefill_chunk_size": 5}])
+def test_a_left_padded_batch_generates_what_each_row_generates_alone(
+    fields: dict[str, Any], mode: dict[str, Any]
+) -> None:
+    model = tiny_model(dtype=torch.float64, **fields)
+    prompts = [random_ids(n, seed=n) for n in (1, 6, 7, 15, 33)]
+    settings = {"max_new_tokens": 40, "do_sample": False, **mode}
+    together = model.generate(**left_padded(prompts), **settings)[:, 33:]
+    for row, prompt in enumerate(prompts):
+        alone = model.generate(prompt[None], **settings)[0, len(prompt) :]
+        assert torch.equal(together[row], alone)
+
+
+def test_ten_thousand_greedy_tokens_equal_recomputation() -> None:
+    """Every token is the argmax of one pass, without a cache, over all tokens before it."""
+    model = tiny_model(training_length=128, xpos_scale_base=64, seed=1)
+    settings = {"max_new_tokens": 10_000, "do_sample": False, "return_dict_in_generate": True}
+    result = model.generate(random_ids(1, 5), **settings)
+    tokens = result.sequences[0]
+    assert result.past_key_values.nbytes() == 2 * 2 * 128 * 30 * 4
+    assert len(tokens) == 10_005
+    assert all(len(part.unique()) > 5 for part in tokens[5:].split(500))  # not one token for ever
+    with torch.no_grad():
+        logits = model(tokens[None], use_cache=False).logits[0, 4:-1]
+        # From scratch, at sampled points: the text up to there and nothing of what follows.
+        for stop in (6, 64, 65, 128, 129, 1000, 4097, 9_999):
+            alone = model(tokens[None, :stop], use_cache=False, logits_to_keep=1).logits[0, -1]
+            assert alone.argmax() == tokens[stop]
+    assert torch.equal(logits.argmax(-1), tokens[5:])
+
+
+def test_a_returned_cache_continues_the_conversation() -> None:
+    model, turn = tiny_model(dtype=torch.float64), random_ids(2, 11, seed=2)
+    settings = {"max_new_tokens": 25, "do_sample": False, "return_dict_in_generate": True}
+    first = model.generate(random_ids(2, 8), **settings)
+    history = torch.cat((first.sequences, turn), dim=1)
+    continued = model.generate(history, past_key_values=first.past_key_values, **settings)
+    anew = model.generate(history, **settings)
+    assert torch.equal(continued.sequences, anew.sequences)
+    assert continued.past_key_values is first.past_key_values
+
+
+def test_a_ragged_batch_continues_the_conversation() -> None:
+    model = tiny_model(dtype=torch.float64)
+    inputs = left_padded([random_ids(n, seed=n) for n in (3, 20, 9)])
+    settings = {"max_new_tokens": 10, "do_sample": False, "return_dict_in_generate": True}
+    first = model.generate(**inputs, **settings)
+    turn = left_padded([random_ids(n, seed=n) for n in (8, 1, 17)])
+    history = torch.cat((first.sequences, turn["input_ids"]), dim=1)
+    generated = torch.ones(3, 10, dtype=torch.long)
+    mask = torch.cat((inputs["attention_mask"], generated, turn["attention_mask"]), dim=1)
+    cache = first.past_key_values
+    continued = model.generate(history, attention_mask=mask, past_key_values=cache, **settings)
+    anew = model.generate(history, attention_mask=mask, use_cache=False, max_new_tokens=10, do_sample=False)
+    assert torch.equal(continued.sequences, anew)
+
+
+def test_generation_from_embeddings_and_with_a_cache_of_ones_own() -> None:
+    model, prompt = tiny_model(dtype=torch.float64), random_ids(1, 16)
+    settings = {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(prompt, **settings)
+    cache = LexCache(model.config)
+    assert torch.equal(model.generate(prompt, past_key_values=cache, **settings), expected)
+    assert cache.get_seq_length() == 16 + 19
+    embeds = model.get_input_embeddings()(prompt)
+    assert torch.equal(model.generate(inputs_embeds=embeds, **settings), expected[:, 16:])
+
+
+def test_bad_prompts_are_refused() -> None:
+    model, ids = tiny_model(), random_ids(2, 4)
+    mask = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]])
+    with pytest.raises(ValueError, match="Row 1 of attention_mask has no 1"):
+        model.generate(ids, attention_mask=mask, max_new_tokens=2)
+    with pytest.raises(ValueError, match="cache_implementation='static' is not available"):
+        model.generate(ids, cache_implementation="static", max_new_tokens=2)

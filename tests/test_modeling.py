@@ -1,0 +1,286 @@
+"""The model against a dense reference: patterns, padding, packing, gradients, dtypes, and bad input."""
+
+from typing import Any
+
+import pytest
+import torch
+from conftest import TOLERANCE, random_ids, settings_of, tiny_model
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
+
+import reference
+from lex_hf import LexCache, LexForCausalLM
+
+PATTERNS = (
+    {"attention_pattern": "blockwise"},
+    {"attention_pattern": "blockwise", "block_length": 3},
+    {"attention_pattern": "sliding"},
+    {"attention_pattern": "sliding", "sliding_window": 5},
+    {"attention_pattern": "full"},
+    {"attention_pattern": ["blockwise", "full"]},
+)
+ABLATIONS = (
+    {"position_embedding_type": "rope"},
+    {"xpos_rotation": False},
+    {"xpos_scale": "scalar"},
+    {"xpos_scale": "none"},
+    {"rope_theta": 100.0, "xpos_gamma": 0.7, "xpos_scale_base": 5},
+)
+pattern_fields = st.sampled_from(PATTERNS)
+implementations = st.sampled_from(["eager", "sdpa"])
+quick = hypothesis_settings(max_examples=25)
+
+
+def dense_logits(model: LexForCausalLM, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return reference.forward(model.state_dict(), ids, settings_of(model))
+
+
+def padded(texts: list[torch.Tensor], places: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Put each text at the given columns of a row; return ids and attention mask."""
+    width = 1 + max(int(place.max()) for place in places)
+    ids, mask = torch.zeros(2, len(texts), width, dtype=torch.long)
+    for row, (text, place) in enumerate(zip(texts, places, strict=True)):
+        ids[row, place], mask[row, place] = text, 1
+    return ids, mask
+
+
+@pytest.mark.parametrize("fields", PATTERNS + ABLATIONS)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_logits_match_the_dense_reference(fields: dict[str, Any], attention: str) -> None:
+    model = tiny_model(dtype=torch.float64, attn_implementation=attention, **fields)
+    assert model.config._attn_implementation == attention
+    ids = random_ids(2, 50)
+    expected = torch.stack([dense_logits(model, row) for row in ids])
+    with torch.no_grad():
+        for length in (1, 6, 7, 8, 13, 14, 15, 20, 21, 28, 35, 50):
+            logits = model(ids[:, :length]).logits
+            torch.testing.assert_close(logits, expected[:, :length], atol=1e-9, rtol=0)
+
+
+def test_the_reference_tells_patterns_and_schemes_apart() -> None:
+    variants = [tiny_model(dtype=torch.float64, **fields) for fields in (*PATTERNS, *ABLATIONS)]
+    logits = [dense_logits(model, random_ids(50))[-1] for model in variants]
+    same = [
+        (i, j) for i in range(len(logits)) for j in range(i) if (logits[i] - logits[j]).abs().max() < 1e-3
+    ]
+    assert same == [(9, 6)]  # xPos with ζ = 1 is RoPE
+
+
+@quick
+@given(fields=pattern_fields, attention=implementations, data=st.data())
+def test_padding_anywhere_changes_nothing(fields: dict[str, Any], attention: str, data: st.DataObject) -> None:
+    model = tiny_model(dtype=torch.float64, attn_implementation=attention, **fields)
+    width = data.draw(st.integers(1, 40), label="width")
+    columns = st.sets(st.integers(0, width - 1), min_size=1)
+    places = [torch.tensor(sorted(data.draw(columns))) for _ in range(3)]
+    texts = [random_ids(len(place), seed=row) for row, place in enumerate(places)]
+    ids, mask = padded(texts, places)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, use_cache=False).logits
+    assert logits.isfinite().all()
+    for row, (text, place) in enumerate(zip(texts, places, strict=True)):
+        torch.testing.assert_close(logits[row, place], dense_logits(model, text), atol=1e-9, rtol=0)
+
+
+@quick
+@given(fields=pattern_fields, lengths=st.lists(st.integers(1, 40), min_size=2, max_size=5), rows=st.integers(1, 2))
+def test_packed_documents_never_mix(fields: dict[str, Any], lengths: list[int], rows: int) -> None:
+    model = tiny_model(dtype=torch.float64, **fields)
+    texts = [[random_ids(n, seed=10 * row + i) for i, n in enumerate(lengths)] for row in range(rows)]
+    ids = torch.stack([torch.cat(row) for row in texts])
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    expected = torch.stack([torch.cat([dense_logits(model, text) for text in row]) for row in texts])
+    with torch.no_grad():
+        for mask in (None, torch.ones_like(ids)):
+            outputs = model(ids, attention_mask=mask, position_ids=positions)
+            torch.testing.assert_close(outputs.logits, expected, atol=1e-9, rtol=0)
+            assert outputs.past_key_values is None
+
+
+def test_positions_that_only_start_elsewhere_are_one_document() -> None:
+    model, ids = tiny_model(dtype=torch.float64), random_ids(2, 31)
+    with torch.no_grad():
+        moved = model(ids, position_ids=torch.arange(31)[None] + 1000).logits
+        torch.testing.assert_close(moved, model(ids).logits, atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("fields", PATTERNS)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_match_the_dense_reference(fields: dict[str, Any], checkpointing: bool) -> None:
+    model = tiny_model(dtype=torch.float64, attn_implementation="sdpa", **fields).train()
+    if checkpointing:
+        model.activation_checkpointing_enable()
+    ids = random_ids(45)
+    logits = model(ids[None]).logits[0]
+    torch.nn.functional.cross_entropy(logits[:-1], ids[1:]).backward()
+    ours = {name: parameter.grad for name, parameter in model.named_parameters()}
+    weights = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    logits = reference.forward(weights, ids, settings_of(model))
+    torch.nn.functional.cross_entropy(logits[:-1], ids[1:]).backward()
+    for name, weight in weights.items():
+        torch.testing.assert_close(ours[name], weight.grad, atol=1e-9, rtol=1e-9, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fields", PATTERNS)
+def test_other_dtypes_match_within_their_precision(fields: dict[str, Any], dtype: torch.dtype) -> None:
+    model, ids = tiny_model(dtype=dtype, xpos_scale_base=30, **fields), random_ids(1, 60)
+    expected = dense_logits(model, ids[0])  # the same rounded weights
+    with torch.no_grad():
+        logits = model(ids).logits
+    assert logits.dtype == dtype
+    torch.testing.assert_close(logits[0].double(), expected, atol=TOLERANCE[dtype], rtol=0)
+
+
+def test_attention_weights_have_the_documented_shape_and_values() -> None:
+    model = tiny_model(dtype=torch.float64, attn_implementation="eager")
+    ids, mask = padded([random_ids(50), random_ids(33)], [torch.arange(50), torch.arange(17, 50)])
+    cache = LexCache(model.config)
+    with torch.no_grad():
+        outputs = model(ids, attention_mask=mask, output_attentions=True, output_hidden_states=True)
+        model(ids[:1, :20], past_key_values=cache)
+        continued = model(ids[:1, 20:], past_key_values=cache, output_attentions=True)
+    assert [tuple(weights.shape) for weights in outputs.attentions] == [(2, 3, 50, 50)] * 2
+    assert [tuple(states.shape) for states in outputs.hidden_states] == [(2, 50, 30)] * 3
+    seen = outputs.attentions[0] > 0
+    allowed = reference.visible("blockwise", 50, 7)
+    assert torch.equal(seen[0], allowed.expand(3, 50, 50))
+    assert torch.equal(seen[1, :, 17:, 17:], allowed[:33, :33].expand(3, 33, 33))
+    assert not seen[1, :, 17:, :17].any()
+    # After 20 tokens in blocks of 7, tokens 7 … 19 are in the cache.
+    assert continued.attentions[0].shape == (1, 3, 30, 13 + 30)
+    torch.testing.assert_close(continued.attentions[0], outputs.attentions[0][:1, :, 20:, 7:], atol=1e-12, rtol=0)
+
+
+def test_logits_to_keep_and_labels() -> None:
+    model, ids = tiny_model(dtype=torch.float64), random_ids(2, 20)
+    with torch.no_grad():
+        everything = model(ids, labels=ids)
+        last = model(ids, logits_to_keep=3).logits
+        loss = torch.nn.functional.cross_entropy(everything.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(last, everything.logits[:, -3:])
+    assert everything.loss.item() == pytest.approx(loss.item(), rel=1e-6)
+    assert isinstance(model(ids, return_dict=False), tuple)
+
+
+class LargestTensor(TorchFunctionMode):
+    """Remembers the largest result of any torch function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return result
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("layout", ["plain", "left-padded", "packed"])
+@pytest.mark.parametrize("pattern", ["blockwise", "sliding"])
+def test_no_tensor_grows_with_the_square_of_the_length(attention: str, layout: str, pattern: str) -> None:
+    model = tiny_model(attn_implementation=attention, attention_pattern=pattern, vocab_size=11, num_attention_heads=1)
+    sizes = []
+    for length in (700, 2800):
+        ids, largest = random_ids(1, length, vocab_size=11), LargestTensor()
+        mask = (torch.arange(length) >= 30).long()[None] if layout == "left-padded" else None
+        positions = torch.arange(length)[None] % 100 if layout == "packed" else None
+        with torch.no_grad(), largest:
+            model(ids, attention_mask=mask, position_ids=positions)
+        sizes.append(largest.elements)
+    assert sizes[1] < 4.3 * sizes[0]
+
+
+def test_evaluating_first_does_not_prevent_training() -> None:
+    model, ids = tiny_model(), random_ids(1, 40)
+    with torch.inference_mode():
+        cache = model(ids).past_key_values
+        with_cache = model(ids[:, :5], past_key_values=cache).logits
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    with torch.no_grad():  # a text begun in inference mode can be continued outside of it
+        cache = model(ids).past_key_values
+        torch.testing.assert_close(model(ids[:, :5], past_key_values=cache).logits, with_cache)
+
+
+def test_a_forward_pass_that_caches_can_still_be_trained() -> None:
+    model, ids = tiny_model(dtype=torch.float64), random_ids(2, 40)
+    model(ids, labels=ids, use_cache=False).loss.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    for length in (40, 9):
+        model.zero_grad()
+        outputs = model(ids[:, :length], labels=ids[:, :length])
+        assert outputs.past_key_values.get_seq_length() == length
+        assert not outputs.past_key_values.layers[0].keys.requires_grad
+        model(ids[:, :3], past_key_values=outputs.past_key_values)  # writing on must not disturb the gradients
+        outputs.loss.backward()
+        if length == 40:
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(parameter.grad, expected[name], msg=name)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    model, ids = tiny_model(hidden_dropout=0.5, attention_dropout=0.5), random_ids(1, 30)
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, model(ids).logits)
+        model.train()
+        assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+BAD_INPUT = {
+    "an id beyond the vocabulary": ({"input_ids": torch.tensor([[3, 97]])}, r"hold 97; .* ids 0 to 96"),
+    "a negative id": ({"input_ids": torch.tensor([[3, -1]])}, r"hold -1; .* ids 0 to 96"),
+    "no tokens": ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"empty: its shape is \(1, 0\)"),
+    "no rows": ({"input_ids": torch.zeros(0, 4, dtype=torch.long)}, r"empty: its shape is \(0, 4\)"),
+    "nothing": ({}, "exactly one of input_ids and inputs_embeds"),
+    "both kinds of input": (
+        {"input_ids": torch.ones(1, 2, dtype=torch.long), "inputs_embeds": torch.ones(1, 2, 30)},
+        "exactly one of input_ids and inputs_embeds",
+    ),
+    "a row of padding": (
+        {"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.tensor([[0, 1, 1], [0, 0, 0]])}
+        | {"use_cache": False},
+        "Row 1 of attention_mask has no 1",
+    ),
+    "a mask of another length": (
+        {"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.ones(1, 4)},
+        r"shape \(1, 4\); it must be .* \(1, 3\)",
+    ),
+    "a mask of four dimensions": (
+        {"input_ids": torch.ones(1, 3, dtype=torch.long), "attention_mask": torch.ones(1, 1, 3, 3)},
+        "LEX makes its own causal masks",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_INPUT)
+def test_bad_input_is_refused(case: str) -> None:
+    inputs, message = BAD_INPUT[case]
+    with pytest.raises(ValueError, match=message):
+        tiny_model()(**inputs)
+
+
+def test_packed_rows_cannot_continue_a_cache() -> None:
+    model, ids = tiny_model(), random_ids(1, 6)
+    with pytest.raises(ValueError, match="packs several documents"):
+        model(ids, position_ids=torch.tensor([[0, 1, 2, 0, 1, 2]]), past_key_values=LexCache(model.config))
+
+
+def test_xpos_with_full_attention_says_where_it_ends() -> None:
+    model = tiny_model(dtype=torch.float16, attention_pattern="full")
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=r"reaches (\d+) tokens in float16; this text has 200") as caught:
+            model(random_ids(1, 200))
+        limit = int(str(caught.value).split("reaches ")[1].split()[0])
+        assert model(random_ids(1, limit)).logits.isfinite().all()
+        tiny_model(dtype=torch.float16, attention_pattern="full", position_embedding_type="rope")(random_ids(1, 200))
+
+
+def test_position_bias_is_zero_for_schemes_that_turn() -> None:
+    bias = tiny_model().position_bias(torch.arange(4), torch.arange(5))
+    assert torch.equal(bias, torch.zeros(3, 4, 5))
