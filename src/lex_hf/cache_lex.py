@@ -61,7 +61,9 @@ class LexCacheLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, heads, _, width = key_states.shape
         slots = 0 if self.block is None else 2 * self.block
-        with torch.inference_mode(False):  # so that a text begun in inference mode may be continued outside of it
+        with torch.inference_mode(
+            False
+        ):  # so that a text begun in inference mode may be continued outside of it
             self.keys = torch.zeros((batch, heads, slots, width), dtype=self.dtype, device=self.device)
             self.values = torch.zeros_like(self.keys)
         self.fills, self.lengths = [0] * batch, [0] * batch
@@ -113,7 +115,9 @@ class LexCacheLayer(CacheLayerMixin):
         for row in rows:
             self.fills[row] = self.block
 
-    def keep(self, keys: torch.Tensor, values: torch.Tensor, ends: list[int], shift: torch.Tensor | None) -> None:
+    def keep(
+        self, keys: torch.Tensor, values: torch.Tensor, ends: list[int], shift: torch.Tensor | None
+    ) -> None:
         """Store the last pair of blocks of each row.
 
         Args:
@@ -125,7 +129,9 @@ class LexCacheLayer(CacheLayerMixin):
         assert self.keys is not None and self.values is not None
         block = self.block
         slots = self.keys.shape[2]
-        starts = [0 if block is None or end <= 2 * block else ((end - 1) // block - 1) * block for end in ends]
+        starts = [
+            0 if block is None or end <= 2 * block else ((end - 1) // block - 1) * block for end in ends
+        ]
         index = torch.tensor(starts, device=keys.device)[:, None] + torch.arange(slots, device=keys.device)
         index = index.clamp(max=keys.shape[2] - 1)[:, None, :, None]
         self.keys.copy_(keys.take_along_dim(index, dim=2))
@@ -167,10 +173,14 @@ class LexCacheLayer(CacheLayerMixin):
         """
         removed = abs(tokens_to_remove)
         if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
+            raise ValueError(
+                f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number."
+            )
         # Rows that have dropped a block must keep the one before the block their next token falls into.
         rows = zip(self.fills, self.lengths, strict=True)
-        spare = min((fill if fill == length else fill - (self.block or 0) for fill, length in rows), default=0)
+        spare = min(
+            (fill if fill == length else fill - (self.block or 0) for fill, length in rows), default=0
+        )
         if removed > spare:
             raise ValueError(
                 f"crop({tokens_to_remove}): the block that these tokens followed is no longer in the cache, which can "
@@ -223,11 +233,15 @@ class LexCache(Cache):
     """
 
     def __init__(self, config: LexConfig) -> None:
-        super().__init__(layers=[LexCacheLayer(config.attention_span(name)) for name in config.layer_patterns])
+        super().__init__(
+            layers=[LexCacheLayer(config.attention_span(name)) for name in config.layer_patterns]
+        )
 
     def nbytes(self) -> int:
         """Return the bytes that the storages of all layers occupy, counted from the tensors themselves."""
-        tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None]
+        tensors = [
+            tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None
+        ]
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -241,12 +255,16 @@ def usable_cache(cache: Cache | None, config: LexConfig) -> Cache | None:
         return None
     blocks = [config.attention_span(name) for name in config.layer_patterns]
     if not isinstance(cache, Cache):
-        raise ValueError(f"past_key_values is a {type(cache).__name__}; pass a LexCache, or None to have one made.")
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}; pass a LexCache, or None to have one made."
+        )
     layers = cache.layers
     if layers and all(hasattr(layer, "block") for layer in layers):
         # An assistant that exits early uses the first layers of a longer cache.
         if [layer.block for layer in layers][: len(blocks)] != blocks:
-            raise ValueError("past_key_values was made for a model with other attention patterns or block lengths.")
+            raise ValueError(
+                "past_key_values was made for a model with other attention patterns or block lengths."
+            )
         return cache
     if not isinstance(cache, DynamicCache) or cache.get_seq_length() > 0:
         raise ValueError(

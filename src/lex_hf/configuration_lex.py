@@ -11,6 +11,7 @@ Vocabulary used throughout the package, with the symbols of the paper (arXiv 221
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
@@ -111,7 +112,9 @@ class LexConfig(PreTrainedConfig):
         # A misspelt option must not be lost in silence; what transformers itself stores in config.json is known.
         unknown = sorted(key for key in kwargs if not key.startswith("_") and key not in _FOREIGN_FIELDS)
         if unknown:
-            logger.warning("LexConfig does not know %s: kept in the config, without effect.", ", ".join(unknown))
+            logger.warning(
+                "LexConfig does not know %s: kept in the config, without effect.", ", ".join(unknown)
+            )
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -149,8 +152,15 @@ class LexConfig(PreTrainedConfig):
 
     def validate_architecture(self) -> None:
         """Check sizes and names; part of the validation that `@strict` runs."""
-        for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size"):
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+        ):
             _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        _require(self.hidden_act in ACT2FN, "hidden_act", self.hidden_act, f"must be one of {sorted(ACT2FN)}")
         for name in ("hidden_dropout", "attention_dropout"):
             _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must lie in [0, 1)")
         _require(
@@ -164,10 +174,15 @@ class LexConfig(PreTrainedConfig):
         """Check the attention pattern and the lengths it rests on."""
         length = self.training_length
         _require(length >= 2 and length % 2 == 0, "training_length", length, "must be even and at least 2")
-        patterns = [self.attention_pattern] if isinstance(self.attention_pattern, str) else self.attention_pattern
+        patterns = (
+            [self.attention_pattern] if isinstance(self.attention_pattern, str) else self.attention_pattern
+        )
         for pattern in patterns:
             _require(
-                pattern in ATTENTION_PATTERNS, "attention_pattern", pattern, f"must be one of {ATTENTION_PATTERNS}"
+                pattern in ATTENTION_PATTERNS,
+                "attention_pattern",
+                pattern,
+                f"must be one of {ATTENTION_PATTERNS}",
             )
         if not isinstance(self.attention_pattern, str):
             _require(
@@ -189,7 +204,9 @@ class LexConfig(PreTrainedConfig):
             scheme,
             f"must be one of {POSITION_EMBEDDING_TYPES}",
         )
-        _require(self.xpos_scale in XPOS_SCALES, "xpos_scale", self.xpos_scale, f"must be one of {XPOS_SCALES}")
+        _require(
+            self.xpos_scale in XPOS_SCALES, "xpos_scale", self.xpos_scale, f"must be one of {XPOS_SCALES}"
+        )
         for name in ("rope_theta", "xpos_gamma", "xpos_scale_base"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
         _require(
@@ -204,7 +221,13 @@ class LexConfig(PreTrainedConfig):
 # Keys that transformers keeps in config.json beside the declared fields.
 _FOREIGN_FIELDS = frozenset(
     ("auto_map", "torch_dtype", "num_labels", "name_or_path", "output_attentions", "attn_implementation")
-    + ("experts_implementation", "model_type", "transformers_version", "quantization_config", "use_bidirectional")
+    + (
+        "experts_implementation",
+        "model_type",
+        "transformers_version",
+        "quantization_config",
+        "use_bidirectional",
+    )
 )
 
 

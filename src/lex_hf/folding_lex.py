@@ -25,7 +25,8 @@ from .positions_lex import PositionScheme, Rotation, rotate
 
 # (query, key, value, mask, is_causal) -> (output, weights or None); states are (batch, heads, sequence, head_dim).
 AttentionFunction = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, bool], tuple[torch.Tensor, torch.Tensor | None]
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, bool],
+    tuple[torch.Tensor, torch.Tensor | None],
 ]
 
 
@@ -129,7 +130,12 @@ class AttentionPlan(Protocol):
         ...
 
     def attend(
-        self, function: AttentionFunction, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: bool
+        self,
+        function: AttentionFunction,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dense: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend.
 
@@ -254,7 +260,12 @@ class UniformPlan:
         return keys, values
 
     def attend(
-        self, function: AttentionFunction, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: bool
+        self,
+        function: AttentionFunction,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dense: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend in head, blocks and tail."""
         end = self.fill + self.head
@@ -274,15 +285,24 @@ class UniformPlan:
         return output, self._dense_weights([part[1] for part in parts], key.shape[2]) if dense else None
 
     def _attend_blocks(
-        self, function: AttentionFunction, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: int
+        self,
+        function: AttentionFunction,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        block: int,
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """Attend in whole blocks and in the tail; `key` and `value` start at slot 0."""
         key, value, whole = key[:, :, block:], value[:, :, block:], self.blocks * block
         previous = shifted(key[:, :, : whole + (block if self.tail else 0)], _shift(self.rotation))
         batch, parts = query.shape[0], []
         if self.blocks:
-            keys = torch.cat((_folded(previous[:, :, :whole], block), _folded(key[:, :, block:], block, whole)), dim=2)
-            values = torch.cat((_folded(value, block, whole), _folded(value[:, :, block:], block, whole)), dim=2)
+            keys = torch.cat(
+                (_folded(previous[:, :, :whole], block), _folded(key[:, :, block:], block, whole)), dim=2
+            )
+            values = torch.cat(
+                (_folded(value, block, whole), _folded(value[:, :, block:], block, whole)), dim=2
+            )
             output, weights = function(_folded(query, block, whole), keys, values, self.masks[1], False)
             output = output.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
             parts.append((output, None if weights is None else weights.unflatten(0, (batch, -1))))
@@ -296,7 +316,9 @@ class UniformPlan:
         first = parts[0]
         if first is None:
             return None
-        dense = first.new_zeros((*first.shape[:2], self.head + self.blocks * (self.block or 0) + self.tail, slots))
+        dense = first.new_zeros(
+            (*first.shape[:2], self.head + self.blocks * (self.block or 0) + self.tail, slots)
+        )
         dense[:, :, : self.head, self.first_key : self.first_key + first.shape[3]] = first
         query, block = self.head, self.block or 0
         folded = parts[1].unbind(1) if self.blocks and parts[1] is not None else ()
@@ -336,9 +358,7 @@ def _uniform_masks(
     return (masks[0], masks[1], masks[2]), causal
 
 
-def _seen(
-    fold: Fold, rows: Rows, query: torch.Tensor, key: torch.Tensor, columns: slice
-) -> torch.Tensor:
+def _seen(fold: Fold, rows: Rows, query: torch.Tensor, key: torch.Tensor, columns: slice) -> torch.Tensor:
     """Which keys the head sees: by slot, or for packed rows by document and position in it."""
     if rows.document is None or rows.position is None:
         return visible(fold.pattern, fold.block, query, key)
@@ -416,7 +436,12 @@ class RaggedStep:
         return keys, values
 
     def attend(
-        self, function: AttentionFunction, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: bool
+        self,
+        function: AttentionFunction,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dense: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend to all slots in use, each row to its own."""
         output, weights = function(query, key, value, self.mask, False)
@@ -485,12 +510,19 @@ class RaggedPlan:
         return text.scatter(2, self.slots[:, None, :, None].expand_as(states), states)
 
     def attend(
-        self, function: AttentionFunction, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: bool
+        self,
+        function: AttentionFunction,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dense: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend in the whole text; return what belongs to the new tokens."""
         output, weights = self.text.attend(function, self._spread(query), key, value, dense)
         index = self.slots[:, None, :, None]
-        return output.take_along_dim(index, dim=2), None if weights is None else weights.take_along_dim(index, dim=2)
+        return output.take_along_dim(index, dim=2), None if weights is None else weights.take_along_dim(
+            index, dim=2
+        )
 
 
 def _in_pair(slots: torch.Tensor, block: int | None) -> torch.Tensor:

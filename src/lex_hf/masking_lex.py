@@ -53,4 +53,3 @@ def attention_mask(
             return seen
         bias = torch.zeros((), dtype=dtype, device=seen.device)
     return torch.where(seen, bias, torch.finfo(dtype).min)
-

@@ -1,0 +1,103 @@
+"""Import of official checkpoints, from state dicts made here."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import random_ids, tiny_model
+from safetensors.torch import save_file
+
+from lex_hf import LexForCausalLM, from_torchscale
+
+OURS_TO_THEIRS = (
+    ("model.", ""),
+    ("self_attn.o_proj", "self_attn.out_proj"),
+    ("input_layernorm", "self_attn_layer_norm"),
+    ("post_attention_layernorm", "final_layer_norm"),
+    ("mlp.up_proj", "ffn.fc1"),
+    ("mlp.down_proj", "ffn.fc2"),
+    ("lm_head", "output_projection"),
+)
+FIELDS: dict[str, Any] = {"training_length": 14, "xpos_scale_base": 7, "bos_token_id": None, "eos_token_id": None}
+
+
+def official_state(model: LexForCausalLM, *, tied: bool = False) -> dict[str, torch.Tensor]:
+    """The state dict that torchscale would have for this model, with its xPos buffer."""
+    state = {}
+    for name, tensor in model.state_dict().items():
+        for ours, theirs in OURS_TO_THEIRS:
+            name = name.replace(ours, theirs)
+        state["layer_norm" + name.removeprefix("norm") if name.startswith("norm.") else name] = tensor
+    if tied:
+        del state["output_projection.weight"]
+    state["self_attn_xpos.scale"] = (torch.arange(5) / 5 + 0.4) / 1.4
+    return state
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("prefix", ["", "decoder."])
+@pytest.mark.parametrize("form", ["dict", "safetensors", "pt", "fairseq"])
+def test_every_form_of_a_checkpoint_gives_the_same_logits(
+    tmp_path: Path, tied: bool, prefix: str, form: str
+) -> None:
+    model, ids = tiny_model(tie_word_embeddings=tied), random_ids(2, 40)
+    state: Any = {prefix + name: tensor for name, tensor in official_state(model, tied=tied).items()}
+    if form != "dict":
+        path = tmp_path / ("model.safetensors" if form == "safetensors" else "model.pt")
+        if form == "safetensors":
+            save_file({name: tensor.clone() for name, tensor in state.items()}, path)
+        else:
+            torch.save({"model": state} if form == "fairseq" else state, path)
+        state = path
+    imported = from_torchscale(state, **FIELDS)
+    assert imported.config.num_attention_heads == 3
+    assert imported.config.tie_word_embeddings == tied
+    with torch.no_grad():
+        torch.testing.assert_close(imported(ids).logits, model(ids).logits, atol=0, rtol=0)
+
+
+def test_one_scale_for_each_layer_and_what_fairseq_leaves() -> None:
+    state = official_state(tiny_model())
+    scale = state.pop("self_attn_xpos.scale")
+    state |= {f"layers.{i}.self_attn.xpos.scale": scale for i in range(2)}
+    state["version"] = torch.tensor([3.0])
+    assert from_torchscale(state, **FIELDS).config.num_hidden_layers == 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ("layers.0.self_attn.inner_attn_ln.weight", r"sub-LayerNorm .*: layers.0.self_attn.inner_attn_ln.weight"),
+        ("layers.1.moe_layer.gate.wg.weight", "mixture of experts"),
+        ("embed_positions.weight", "learned positions: embed_positions.weight"),
+        ("self_attn_relative_position.relative_attention_bias.weight", "T5 relative positions"),
+        ("layernorm_embedding.weight", "LayerNorm on embeddings"),
+        ("layers.0.encoder_attn.q_proj.weight", "cross-attention"),
+        ("layers.0.self_attn.q_proj.A.weight", "multiway"),
+        ("pooler.weight", "does not belong to a LEX model: pooler.weight"),
+    ],
+)
+def test_what_does_not_fit_is_named(extra: str, message: str) -> None:
+    state = official_state(tiny_model()) | {extra: torch.zeros(3)}
+    with pytest.raises(ValueError, match=message):
+        from_torchscale(state, **FIELDS)
+
+
+def test_contradictions_and_gaps_are_named(tmp_path: Path) -> None:
+    state = official_state(tiny_model())
+    with pytest.raises(ValueError, match="num_attention_heads = 5, the checkpoint has 3"):
+        from_torchscale(state, num_attention_heads=5, **FIELDS)
+    with pytest.raises(ValueError, match=r"begins with 0\.2857, xpos_gamma = 0\.6 gives 0\.3750"):
+        from_torchscale(state, xpos_gamma=0.6, **FIELDS)
+    with pytest.raises(ValueError, match=r"lacks 1 tensors .*layers.1.mlp.down_proj.bias"):
+        from_torchscale({k: v for k, v in state.items() if k != "layers.1.ffn.fc2.bias"}, **FIELDS)
+    with pytest.raises(ValueError, match="not a whole decoder"):
+        from_torchscale({"layer_norm.weight": torch.ones(3)}, **FIELDS)
+    with pytest.raises(ValueError, match=r"ffn|up_proj.bias: \(3,\), expected \(44,\)"):
+        from_torchscale(state | {"layers.0.ffn.fc1.bias": torch.ones(3)}, **FIELDS)
+    with pytest.raises(FileNotFoundError, match=r"absent\.pt is not a file"):
+        from_torchscale(tmp_path / "absent.pt")
+    torch.save([torch.ones(2)], tmp_path / "list.pt")
+    with pytest.raises(ValueError, match="holds no state dict"):
+        from_torchscale(tmp_path / "list.pt")
