@@ -47,9 +47,7 @@ def xpos_scores(query: torch.Tensor, key: torch.Tensor, settings: Mapping[str, A
     return scores / math.sqrt(width)
 
 
-def forward(
-    weights: Mapping[str, torch.Tensor], ids: torch.Tensor, settings: Mapping[str, Any]
-) -> torch.Tensor:
+def forward(weights: Mapping[str, torch.Tensor], ids: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
     """Logits of one text, shape (length, vocab_size), in float64."""
     w = {name: tensor.double() for name, tensor in weights.items()}
 
@@ -66,10 +64,7 @@ def forward(
     for layer, (pattern, block) in enumerate(patterns):
         prefix = f"model.layers.{layer}"
         h = norm(f"{prefix}.input_layernorm", x)
-        states = [
-            linear(f"{prefix}.self_attn.{n}_proj", h).unflatten(-1, (heads, -1)).transpose(0, 1)
-            for n in "qkv"
-        ]
+        states = [linear(f"{prefix}.self_attn.{n}_proj", h).unflatten(-1, (heads, -1)).transpose(0, 1) for n in "qkv"]
         mask, outputs = visible(pattern, len(ids), block), []
         for q, k, v in zip(*states, strict=True):
             scores = xpos_scores(q, k, settings).masked_fill(~mask, -torch.inf)

@@ -12,7 +12,12 @@ from lex_hf import LexConfig, LexForCausalLM
 
 def test_the_defaults_are_gpt_medium_with_gpt2s_vocabulary() -> None:
     config = LexConfig()
-    sizes = (config.num_hidden_layers, config.hidden_size, config.num_attention_heads, config.intermediate_size)
+    sizes = (
+        config.num_hidden_layers,
+        config.hidden_size,
+        config.num_attention_heads,
+        config.intermediate_size,
+    )
     assert sizes == (24, 1024, 16, 4096)
     assert (config.vocab_size, config.training_length, config.head_dim) == (50257, 1024, 64)
     assert config.attention_span("blockwise") == 512
@@ -26,7 +31,10 @@ BAD = [
     ({"training_length": 0}, "training_length = 0: it must be even and at least 2"),
     ({"block_length": 0}, "block_length = 0"),
     ({"sliding_window": 0}, "sliding_window = 0"),
-    ({"attention_pattern": "local"}, r"attention_pattern = 'local': it must be one of \('blockwise', 'sliding'"),
+    (
+        {"attention_pattern": "local"},
+        r"attention_pattern = 'local': it must be one of \('blockwise', 'sliding'",
+    ),
     ({"attention_pattern": ["full"]}, "one pattern for each of the 24 layers"),
     ({"attention_pattern": ["full", "local"] * 12}, "attention_pattern = 'local'"),
     ({"position_embedding_type": "absolute"}, "position_embedding_type = 'absolute': it must be one of"),

@@ -66,13 +66,18 @@ def test_meta_device_and_casts_leave_derived_tensors_right(tmp_path: Path) -> No
         tables = next(iter(cast.model.positions._tables.values()))
         assert {table.dtype for table in tables} == {torch.float32}
     # A model that went through float16 lost precision in its weights, but none in its positions.
-    assert torch.equal(logits_of(loaded.float()), logits_of(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).float()))
+    assert torch.equal(
+        logits_of(loaded.float()),
+        logits_of(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).float()),
+    )
     assert not list(model.buffers())
 
 
 def test_initialisation_follows_the_config() -> None:
     torch.manual_seed(0)
-    model = LexForCausalLM(LexConfig(**{**tiny_model().config.to_dict(), "hidden_size": 300, "initializer_range": 0.05}))
+    model = LexForCausalLM(
+        LexConfig(**{**tiny_model().config.to_dict(), "hidden_size": 300, "initializer_range": 0.05})
+    )
     assert model.model.layers[0].self_attn.q_proj.weight.std().item() == pytest.approx(0.05, rel=0.02)
     assert model.model.embed_tokens.weight.std().item() == pytest.approx(0.05, rel=0.02)
     for name, parameter in model.named_parameters():
@@ -117,7 +122,11 @@ def run_without_lex_hf(code: str, home: Path) -> subprocess.CompletedProcess[str
     environment = {**os.environ, "HF_HOME": str(home), "HF_HUB_OFFLINE": "1"}
     source = textwrap.dedent(guard) + textwrap.dedent(code)
     return subprocess.run(
-        [sys.executable, "-c", source], env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL
+        [sys.executable, "-c", source],
+        env=environment,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
     )
 
 
@@ -166,7 +175,8 @@ def test_without_trust_the_error_says_what_to_do(tmp_path: Path) -> None:
 
 
 def test_importing_the_package_is_light() -> None:
-    code = "import sys, lex_hf; print([m for m in ('matplotlib', 'datasets', 'evaluate', 'typer') if m in sys.modules])"
+    heavy = ("matplotlib", "datasets", "evaluate", "typer")
+    code = f"import sys, lex_hf; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 

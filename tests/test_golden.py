@@ -38,9 +38,7 @@ def test_logits_without_bca_match_the_official_code(golden: Path, length: int) -
     torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "name", "lengths"), [("blockwise", "bca", LENGTHS), ("full", "causal", BEYOND)]
-)
+@pytest.mark.parametrize(("pattern", "name", "lengths"), [("blockwise", "bca", LENGTHS), ("full", "causal", BEYOND)])
 def test_float64_logits_match_the_dense_formula(
     golden: Path, pattern: str, name: str, lengths: tuple[int, ...]
 ) -> None:
@@ -111,8 +109,13 @@ def test_ablations_match(golden: Path, name: str, length: int, fields: dict[str,
 
 @pytest.mark.parametrize(
     ("pattern", "name", "length"),
-    [("blockwise", "bca", 32), ("blockwise", "bca", 48), ("blockwise", "bca", 160)]
-    + [("full", "causal", 48), ("full", "causal", 160)],
+    [
+        ("blockwise", "bca", 32),
+        ("blockwise", "bca", 48),
+        ("blockwise", "bca", 160),
+        ("full", "causal", 48),
+        ("full", "causal", 160),
+    ],
 )
 def test_gradients_reach_as_far_as_they_should(golden: Path, pattern: str, name: str, length: int) -> None:
     stored = load_file(golden / "lex_gradients_f64.safetensors")

@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+import reference
 import torch
 from conftest import TOLERANCE, random_ids, settings_of, tiny_model
 from hypothesis import given
@@ -10,7 +11,6 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-import reference
 from lex_hf import LexCache, LexForCausalLM
 
 PATTERNS = (
@@ -63,9 +63,7 @@ def test_logits_match_the_dense_reference(fields: dict[str, Any], attention: str
 def test_the_reference_tells_patterns_and_schemes_apart() -> None:
     variants = [tiny_model(dtype=torch.float64, **fields) for fields in (*PATTERNS, *ABLATIONS)]
     logits = [dense_logits(model, random_ids(50))[-1] for model in variants]
-    same = [
-        (i, j) for i in range(len(logits)) for j in range(i) if (logits[i] - logits[j]).abs().max() < 1e-3
-    ]
+    same = [(i, j) for i in range(len(logits)) for j in range(i) if (logits[i] - logits[j]).abs().max() < 1e-3]
     assert same == [(9, 6)]  # xPos with ζ = 1 is RoPE
 
 
@@ -86,7 +84,11 @@ def test_padding_anywhere_changes_nothing(fields: dict[str, Any], attention: str
 
 
 @quick
-@given(fields=pattern_fields, lengths=st.lists(st.integers(1, 40), min_size=2, max_size=5), rows=st.integers(1, 2))
+@given(
+    fields=pattern_fields,
+    lengths=st.lists(st.integers(1, 40), min_size=2, max_size=5),
+    rows=st.integers(1, 2),
+)
 def test_packed_documents_never_mix(fields: dict[str, Any], lengths: list[int], rows: int) -> None:
     model = tiny_model(dtype=torch.float64, **fields)
     texts = [[random_ids(n, seed=10 * row + i) for i, n in enumerate(lengths)] for row in range(rows)]
@@ -243,7 +245,10 @@ BAD_INPUT = {
         "exactly one of input_ids and inputs_embeds",
     ),
     "a row of padding": (
-        {"input_ids": torch.ones(2, 3, dtype=torch.long), "attention_mask": torch.tensor([[0, 1, 1], [0, 0, 0]])}
+        {
+            "input_ids": torch.ones(2, 3, dtype=torch.long),
+            "attention_mask": torch.tensor([[0, 1, 1], [0, 0, 0]]),
+        }
         | {"use_cache": False},
         "Row 1 of attention_mask has no 1",
     ),

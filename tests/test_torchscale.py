@@ -19,7 +19,12 @@ OURS_TO_THEIRS = (
     ("mlp.down_proj", "ffn.fc2"),
     ("lm_head", "output_projection"),
 )
-FIELDS: dict[str, Any] = {"training_length": 14, "xpos_scale_base": 7, "bos_token_id": None, "eos_token_id": None}
+FIELDS: dict[str, Any] = {
+    "training_length": 14,
+    "xpos_scale_base": 7,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
 
 
 def official_state(model: LexForCausalLM, *, tied: bool = False) -> dict[str, torch.Tensor]:
@@ -38,9 +43,7 @@ def official_state(model: LexForCausalLM, *, tied: bool = False) -> dict[str, to
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("prefix", ["", "decoder."])
 @pytest.mark.parametrize("form", ["dict", "safetensors", "pt", "fairseq"])
-def test_every_form_of_a_checkpoint_gives_the_same_logits(
-    tmp_path: Path, tied: bool, prefix: str, form: str
-) -> None:
+def test_every_form_of_a_checkpoint_gives_the_same_logits(tmp_path: Path, tied: bool, prefix: str, form: str) -> None:
     model, ids = tiny_model(tie_word_embeddings=tied), random_ids(2, 40)
     state: Any = {prefix + name: tensor for name, tensor in official_state(model, tied=tied).items()}
     if form != "dict":
@@ -68,7 +71,10 @@ def test_one_scale_for_each_layer_and_what_fairseq_leaves() -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ("layers.0.self_attn.inner_attn_ln.weight", r"sub-LayerNorm .*: layers.0.self_attn.inner_attn_ln.weight"),
+        (
+            "layers.0.self_attn.inner_attn_ln.weight",
+            r"sub-LayerNorm .*: layers.0.self_attn.inner_attn_ln.weight",
+        ),
         ("layers.1.moe_layer.gate.wg.weight", "mixture of experts"),
         ("embed_positions.weight", "learned positions: embed_positions.weight"),
         ("self_attn_relative_position.relative_attention_bias.weight", "T5 relative positions"),

@@ -7,16 +7,13 @@ h tokens, and nothing is ever recomputed. Sliding attention is the same with blo
 attention is one block without an end, whose storage grows by doubling.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .configuration_lex import LexConfig
 from .positions_lex import rotate
-
-if TYPE_CHECKING:
-    from .folding_lex import AttentionPlan
 
 
 def fill_of(end: int, block: int | None) -> int:
@@ -29,6 +26,22 @@ def fill_of(end: int, block: int | None) -> int:
 def shifted(keys: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
     """Turn keys of the second block of a pair, `(..., head_dim)`, into keys of the first."""
     return keys if shift is None else rotate(keys, shift)
+
+
+class Writer(Protocol):
+    """What a cache layer needs of a plan (`folding_lex.py`): to be told where new states go."""
+
+    def write(
+        self, layer: "LexCacheLayer", key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Put new keys and values into a layer's cache; return slots 0, 1, … up to the last new token.
+
+        Args:
+            layer: The layer's cache.
+            key: New keys, turned for their slots, shape `(batch, num_heads, sequence, head_dim)`.
+            value: New values, same shape.
+        """
+        ...
 
 
 class LexCacheLayer(CacheLayerMixin):
@@ -61,9 +74,7 @@ class LexCacheLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, heads, _, width = key_states.shape
         slots = 0 if self.block is None else 2 * self.block
-        with torch.inference_mode(
-            False
-        ):  # so that a text begun in inference mode may be continued outside of it
+        with torch.inference_mode(False):  # so that a text begun in inference mode may be continued outside of it
             self.keys = torch.zeros((batch, heads, slots, width), dtype=self.dtype, device=self.device)
             self.values = torch.zeros_like(self.keys)
         self.fills, self.lengths = [0] * batch, [0] * batch
@@ -88,12 +99,12 @@ class LexCacheLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        (plan,) = args
+        plan: Writer = args[0]
         return plan.write(self, key_states, value_states)
 
     def reserve(self, slots: int) -> None:
         """Make room for `slots` slots; only full attention ever needs more than it has."""
-        if self.keys is None or self.values is None or slots <= self.keys.shape[2]:
+        if slots <= self.keys.shape[2]:
             return
         extra = max(slots, 2 * self.keys.shape[2], 64) - self.keys.shape[2]
         self.keys = torch.nn.functional.pad(self.keys, (0, 0, 0, extra))
@@ -106,7 +117,7 @@ class LexCacheLayer(CacheLayerMixin):
             shift: Factors that move a key back by one block, or `None` if the scheme does not turn keys.
         """
         rows = [row for row, fill in enumerate(self.fills) if self.block and fill == 2 * self.block]
-        if not rows or self.block is None or self.keys is None or self.values is None:
+        if not rows or self.block is None:
             return
         # A plain slice where possible: an index would copy the storage of all rows.
         which = slice(None) if len(rows) == len(self.fills) else torch.tensor(rows, device=self.keys.device)
@@ -115,9 +126,7 @@ class LexCacheLayer(CacheLayerMixin):
         for row in rows:
             self.fills[row] = self.block
 
-    def keep(
-        self, keys: torch.Tensor, values: torch.Tensor, ends: list[int], shift: torch.Tensor | None
-    ) -> None:
+    def keep(self, keys: torch.Tensor, values: torch.Tensor, ends: list[int], shift: torch.Tensor | None) -> None:
         """Store the last pair of blocks of each row.
 
         Args:
@@ -126,12 +135,9 @@ class LexCacheLayer(CacheLayerMixin):
             ends: Number of slots that each row fills.
             shift: As for [`LexCacheLayer.make_room`].
         """
-        assert self.keys is not None and self.values is not None
         block = self.block
         slots = self.keys.shape[2]
-        starts = [
-            0 if block is None or end <= 2 * block else ((end - 1) // block - 1) * block for end in ends
-        ]
+        starts = [0 if block is None or end <= 2 * block else ((end - 1) // block - 1) * block for end in ends]
         index = torch.tensor(starts, device=keys.device)[:, None] + torch.arange(slots, device=keys.device)
         index = index.clamp(max=keys.shape[2] - 1)[:, None, :, None]
         self.keys.copy_(keys.take_along_dim(index, dim=2))
@@ -173,14 +179,10 @@ class LexCacheLayer(CacheLayerMixin):
         """
         removed = abs(tokens_to_remove)
         if tokens_to_remove > 0:
-            raise ValueError(
-                f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number."
-            )
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
         # Rows that have dropped a block must keep the one before the block their next token falls into.
         rows = zip(self.fills, self.lengths, strict=True)
-        spare = min(
-            (fill if fill == length else fill - (self.block or 0) for fill, length in rows), default=0
-        )
+        spare = min((fill if fill == length else fill - (self.block or 0) for fill, length in rows), default=0)
         if removed > spare:
             raise ValueError(
                 f"crop({tokens_to_remove}): the block that these tokens followed is no longer in the cache, which can "
@@ -196,7 +198,7 @@ class LexCacheLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices`, in that order."""
-        if self.keys is None or self.values is None:
+        if not self.is_initialized:
             return
         self.keys = self.keys[indices.to(self.keys.device)]
         self.values = self.values[indices.to(self.values.device)]
@@ -207,7 +209,7 @@ class LexCacheLayer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
-        if self.keys is None or self.values is None:
+        if not self.is_initialized:
             return
         self.keys = self.keys.repeat_interleave(repeats, dim=0)
         self.values = self.values.repeat_interleave(repeats, dim=0)
@@ -233,15 +235,11 @@ class LexCache(Cache):
     """
 
     def __init__(self, config: LexConfig) -> None:
-        super().__init__(
-            layers=[LexCacheLayer(config.attention_span(name)) for name in config.layer_patterns]
-        )
+        super().__init__(layers=[LexCacheLayer(config.attention_span(name)) for name in config.layer_patterns])
 
     def nbytes(self) -> int:
         """Return the bytes that the storages of all layers occupy, counted from the tensors themselves."""
-        tensors = [
-            tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None
-        ]
+        tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None]
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -255,16 +253,12 @@ def usable_cache(cache: Cache | None, config: LexConfig) -> Cache | None:
         return None
     blocks = [config.attention_span(name) for name in config.layer_patterns]
     if not isinstance(cache, Cache):
-        raise ValueError(
-            f"past_key_values is a {type(cache).__name__}; pass a LexCache, or None to have one made."
-        )
+        raise ValueError(f"past_key_values is a {type(cache).__name__}; pass a LexCache, or None to have one made.")
     layers = cache.layers
     if layers and all(hasattr(layer, "block") for layer in layers):
         # An assistant that exits early uses the first layers of a longer cache.
         if [layer.block for layer in layers][: len(blocks)] != blocks:
-            raise ValueError(
-                "past_key_values was made for a model with other attention patterns or block lengths."
-            )
+            raise ValueError("past_key_values was made for a model with other attention patterns or block lengths.")
         return cache
     if not isinstance(cache, DynamicCache) or cache.get_seq_length() > 0:
         raise ValueError(

@@ -112,9 +112,7 @@ class LexConfig(PreTrainedConfig):
         # A misspelt option must not be lost in silence; what transformers itself stores in config.json is known.
         unknown = sorted(key for key in kwargs if not key.startswith("_") and key not in _FOREIGN_FIELDS)
         if unknown:
-            logger.warning(
-                "LexConfig does not know %s: kept in the config, without effect.", ", ".join(unknown)
-            )
+            logger.warning("LexConfig does not know %s: kept in the config, without effect.", ", ".join(unknown))
         super().__post_init__(**kwargs)
 
     @classmethod
@@ -174,9 +172,7 @@ class LexConfig(PreTrainedConfig):
         """Check the attention pattern and the lengths it rests on."""
         length = self.training_length
         _require(length >= 2 and length % 2 == 0, "training_length", length, "must be even and at least 2")
-        patterns = (
-            [self.attention_pattern] if isinstance(self.attention_pattern, str) else self.attention_pattern
-        )
+        patterns = [self.attention_pattern] if isinstance(self.attention_pattern, str) else self.attention_pattern
         for pattern in patterns:
             _require(
                 pattern in ATTENTION_PATTERNS,
@@ -204,9 +200,7 @@ class LexConfig(PreTrainedConfig):
             scheme,
             f"must be one of {POSITION_EMBEDDING_TYPES}",
         )
-        _require(
-            self.xpos_scale in XPOS_SCALES, "xpos_scale", self.xpos_scale, f"must be one of {XPOS_SCALES}"
-        )
+        _require(self.xpos_scale in XPOS_SCALES, "xpos_scale", self.xpos_scale, f"must be one of {XPOS_SCALES}")
         for name in ("rope_theta", "xpos_gamma", "xpos_scale_base"):
             _require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
         _require(
@@ -220,14 +214,18 @@ class LexConfig(PreTrainedConfig):
 
 # Keys that transformers keeps in config.json beside the declared fields.
 _FOREIGN_FIELDS = frozenset(
-    ("auto_map", "torch_dtype", "num_labels", "name_or_path", "output_attentions", "attn_implementation")
-    + (
+    {
+        "attn_implementation",
+        "auto_map",
         "experts_implementation",
         "model_type",
-        "transformers_version",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
         "quantization_config",
-        "use_bidirectional",
-    )
+        "torch_dtype",
+        "transformers_version",
+    }
 )
 
 

@@ -9,8 +9,8 @@ s div h. Three parts of a text are attended separately:
 * the *blocks*: whole blocks, folded into the batch dimension, each with the keys of its own and the previous block;
 * the *tail*: the last, incomplete block.
 
-Within a pair, a key's slot is relative to the pair. So a key is turned for its own block, and turned again by constants
-when it serves as the previous one.
+Within a pair, a key's slot is relative to the pair. So a key is turned for its own block, and turned again by
+constants when it serves as the previous one.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from .cache_lex import LexCacheLayer, shifted
+from .cache_lex import LexCacheLayer, Writer, shifted
 from .masking_lex import attention_mask, visible
 from .positions_lex import PositionScheme, Rotation, rotate
 
@@ -108,7 +108,7 @@ def _documents(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return starts.cumsum(dim=1), column - torch.where(starts, column, 0).cummax(dim=1).values
 
 
-class AttentionPlan(Protocol):
+class AttentionPlan(Writer, Protocol):
     """The plan of one forward pass for one attention pattern.
 
     States are `(batch, heads, sequence, head_dim)`, the real tokens of each row first ([`Rows.align`]).
@@ -121,12 +121,6 @@ class AttentionPlan(Protocol):
 
     def turn(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn queries and keys for their slots."""
-        ...
-
-    def write(
-        self, layer: LexCacheLayer, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put new keys and values into a layer's cache; return slots 0, 1, … up to the last new token."""
         ...
 
     def attend(
@@ -237,14 +231,11 @@ class UniformPlan:
         """Turn queries and keys for their slots."""
         return _turn(query, key, self.rotation)
 
-    def write(
-        self, layer: LexCacheLayer, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(self, layer: LexCacheLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put new keys and values into a layer's cache; return slots 0, 1, … up to the last new token."""
         shift, end = _shift(self.rotation), self.fill + self.head
         layer.make_room(shift)
         layer.reserve(end)
-        assert layer.keys is not None and layer.values is not None
         with torch.no_grad():
             layer.keys[:, :, self.fill : end] = key[:, :, : self.head]
             layer.values[:, :, self.fill : end] = value[:, :, : self.head]
@@ -297,12 +288,8 @@ class UniformPlan:
         previous = shifted(key[:, :, : whole + (block if self.tail else 0)], _shift(self.rotation))
         batch, parts = query.shape[0], []
         if self.blocks:
-            keys = torch.cat(
-                (_folded(previous[:, :, :whole], block), _folded(key[:, :, block:], block, whole)), dim=2
-            )
-            values = torch.cat(
-                (_folded(value, block, whole), _folded(value[:, :, block:], block, whole)), dim=2
-            )
+            keys = torch.cat((_folded(previous[:, :, :whole], block), _folded(key[:, :, block:], block, whole)), dim=2)
+            values = torch.cat((_folded(value, block, whole), _folded(value[:, :, block:], block, whole)), dim=2)
             output, weights = function(_folded(query, block, whole), keys, values, self.masks[1], False)
             output = output.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
             parts.append((output, None if weights is None else weights.unflatten(0, (batch, -1))))
@@ -316,9 +303,7 @@ class UniformPlan:
         first = parts[0]
         if first is None:
             return None
-        dense = first.new_zeros(
-            (*first.shape[:2], self.head + self.blocks * (self.block or 0) + self.tail, slots)
-        )
+        dense = first.new_zeros((*first.shape[:2], self.head + self.blocks * (self.block or 0) + self.tail, slots))
         dense[:, :, : self.head, self.first_key : self.first_key + first.shape[3]] = first
         query, block = self.head, self.block or 0
         folded = parts[1].unbind(1) if self.blocks and parts[1] is not None else ()
@@ -417,13 +402,10 @@ class RaggedStep:
         """Turn queries and keys for their slots."""
         return _turn(query, key, self.rotation)
 
-    def write(
-        self, layer: LexCacheLayer, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(self, layer: LexCacheLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put each row's token at its slot; return all slots in use."""
         layer.make_room(_shift(self.rotation))
         layer.reserve(self.end)
-        assert layer.keys is not None and layer.values is not None
         row = torch.arange(len(self.slots), device=self.slots.device)
         with torch.no_grad():
             layer.keys[row, :, self.slots] = key[:, :, 0]
@@ -487,14 +469,11 @@ class RaggedPlan:
         """Turn queries and keys for their slots."""
         return _turn(query, key, self.rotation)
 
-    def write(
-        self, layer: LexCacheLayer, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(self, layer: LexCacheLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Put new keys and values behind those of each row; return the slots of the whole text."""
         shift = _shift(self.rotation)
         layer.make_room(shift)
         layer.reserve(max(self.fills) + key.shape[2] if self.block is None else 0)
-        assert layer.keys is not None and layer.values is not None
         keys, values = self._spread(key, layer.keys), self._spread(value, layer.values)
         ends = [fill + count for fill, count in zip(self.fills, self.rows.counts, strict=True)]
         layer.keep(keys.detach(), values.detach(), ends, shift)
@@ -520,9 +499,7 @@ class RaggedPlan:
         """Attend in the whole text; return what belongs to the new tokens."""
         output, weights = self.text.attend(function, self._spread(query), key, value, dense)
         index = self.slots[:, None, :, None]
-        return output.take_along_dim(index, dim=2), None if weights is None else weights.take_along_dim(
-            index, dim=2
-        )
+        return output.take_along_dim(index, dim=2), None if weights is None else weights.take_along_dim(index, dim=2)
 
 
 def _in_pair(slots: torch.Tensor, block: int | None) -> torch.Tensor:
@@ -530,9 +507,7 @@ def _in_pair(slots: torch.Tensor, block: int | None) -> torch.Tensor:
     return slots if block is None else torch.where(slots < 2 * block, slots, block + slots % block)
 
 
-def _turn(
-    query: torch.Tensor, key: torch.Tensor, rotation: Rotation | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _turn(query: torch.Tensor, key: torch.Tensor, rotation: Rotation | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Turn queries and keys, `(batch, heads, sequence, head_dim)`."""
     if rotation is None:
         return query, key

@@ -21,11 +21,11 @@ def visible(pattern: str, block: int | None, query: torch.Tensor, key: torch.Ten
     """
     query, key = query[..., :, None], key[..., None, :]
     causal = key <= query
+    if block is None or pattern == "full":
+        return causal
     if pattern == "blockwise":
         return causal & (key // block >= query // block - 1)
-    if pattern == "sliding":
-        return causal & (query - key < block)
-    return causal
+    return causal & (query - key < block)
 
 
 def attention_mask(

@@ -104,14 +104,12 @@ class LexAttention(nn.Module):
             kwargs: Passed on to the attention function.
 
         Returns:
-            Shape `(batch, sequence, hidden_size)`, and the weights, shape `(batch, heads, sequence, slots)`, or `None`.
+            Shape `(batch, sequence, hidden_size)`, and weights, shape `(batch, heads, sequence, slots)`, or `None`.
         """
         batch, length, _ = hidden_states.shape
         shape, rows = (batch, length, -1, self.head_dim), plan.rows
         projections = (self.q_proj, self.k_proj, self.v_proj)
-        query, key, value = (
-            rows.align(project(hidden_states).view(shape).transpose(1, 2)) for project in projections
-        )
+        query, key, value = (rows.align(project(hidden_states).view(shape).transpose(1, 2)) for project in projections)
         query, key = plan.turn(query, key)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, plan)
@@ -121,9 +119,7 @@ class LexAttention(nn.Module):
 
     def _function(self, kwargs: dict[str, Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
         """The configured attention function in the form that plans call."""
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.config.attention_dropout if self.training else 0.0
 
         def attend(
@@ -197,9 +193,7 @@ class LexModel(LexPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = SCHEMES[config.position_embedding_type](config)
         self.dropout = nn.Dropout(config.hidden_dropout)
-        self.layers = nn.ModuleList(
-            [LexDecoderLayer(config, index) for index in range(config.num_hidden_layers)]
-        )
+        self.layers = nn.ModuleList([LexDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -245,9 +239,7 @@ class LexModel(LexPreTrainedModel):
         elif use_cache and cache is None:
             cache = LexCache(self.config)
         if cache is None and min(rows.counts) == 0:
-            raise ValueError(
-                f"Row {rows.counts.index(0)} of attention_mask has no 1: a row needs at least one token."
-            )
+            raise ValueError(f"Row {rows.counts.index(0)} of attention_mask has no 1: a row needs at least one token.")
         plans = self._plans(rows, cache, inputs_embeds)
         hidden_states = self.dropout(inputs_embeds)
         for layer, pattern in zip(self.layers, self.config.layer_patterns, strict=False):
@@ -258,22 +250,21 @@ class LexModel(LexPreTrainedModel):
         """Embed the tokens, after checking them."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("Pass exactly one of input_ids and inputs_embeds.")
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
-        if tokens.shape[0] == 0 or tokens.shape[1] == 0:
-            raise ValueError(
-                f"The input is empty: its shape is {tuple(tokens.shape)}; pass at least one token."
-            )
-        if inputs_embeds is not None:
-            return inputs_embeds
+        given = inputs_embeds if input_ids is None else input_ids
+        assert given is not None
+        if given.shape[0] == 0 or given.shape[1] == 0:
+            raise ValueError(f"The input is empty: its shape is {tuple(given.shape)}; pass at least one token.")
+        if input_ids is None:
+            return given
         # On an accelerator the check would wait for the device in every step; there the kernel itself asserts.
-        if tokens.device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = tokens.min().item(), tokens.max().item()
+        if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
+            low, high = int(input_ids.min()), int(input_ids.max())
             if low < 0 or high >= self.embed_tokens.num_embeddings:
                 raise ValueError(
                     f"input_ids hold {low if low < 0 else high}; the vocabulary has ids 0 to "
                     f"{self.embed_tokens.num_embeddings - 1}. Does the tokenizer belong to this model?"
                 )
-        return self.embed_tokens(tokens)
+        return self.embed_tokens(input_ids)
 
     def _plans(self, rows: Rows, cache: Cache | None, like: torch.Tensor) -> dict[str, AttentionPlan]:
         """Plan this forward pass, once for each attention pattern in use."""
@@ -378,9 +369,7 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
         logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -418,9 +407,7 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
         cache = model_kwargs.get("past_key_values")
         if cache is not None:
             given = getattr(cache, "_is_user_defined", False)
-            model_kwargs["past_key_values"] = (
-                usable_cache(cache, self.config) if given else LexCache(self.config)
-            )
+            model_kwargs["past_key_values"] = usable_cache(cache, self.config) if given else LexCache(self.config)
 
 
 AUTO_MAP = {

@@ -69,9 +69,7 @@ class PositionScheme(nn.Module):
         """
         return hidden_states
 
-    def rotation(
-        self, slots: torch.Tensor, num_slots: int, block: int | None, like: torch.Tensor
-    ) -> Rotation | None:
+    def rotation(self, slots: torch.Tensor, num_slots: int, block: int | None, like: torch.Tensor) -> Rotation | None:
         """Return the factors that turn queries and keys.
 
         Args:
@@ -129,9 +127,7 @@ class RotaryScheme(PositionScheme):
         self._decay: list[float] = (zeta.log() / config.xpos_scale_base).tolist()
         self._tables: dict[tuple[int, torch.device, torch.dtype], Tables] = {}
 
-    def rotation(
-        self, slots: torch.Tensor, num_slots: int, block: int | None, like: torch.Tensor
-    ) -> Rotation | None:
+    def rotation(self, slots: torch.Tensor, num_slots: int, block: int | None, like: torch.Tensor) -> Rotation | None:
         """Return the factors that turn queries and keys; see [`PositionScheme.rotation`]."""
         if block is None:
             self._check_range(num_slots, like.dtype)

@@ -38,9 +38,7 @@ _FOREIGN = {
 }
 
 
-def from_torchscale(
-    state_dict: Mapping[str, torch.Tensor] | str | Path, **config_fields: Any
-) -> LexForCausalLM:
+def from_torchscale(state_dict: Mapping[str, torch.Tensor] | str | Path, **config_fields: Any) -> LexForCausalLM:
     """Build a LEX model from an official checkpoint.
 
     Sizes are read from the tensors; whatever they do not tell (`num_attention_heads`, unless the xPos buffer does,
@@ -76,19 +74,13 @@ def from_torchscale(
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path} is not a file; give a safetensors or PyTorch file of a torchscale decoder."
-        )
+        raise FileNotFoundError(f"{path} is not a file; give a safetensors or PyTorch file of a torchscale decoder.")
     if path.suffix == ".safetensors":
         return load_file(path)
     content = torch.load(path, map_location="cpu", weights_only=True)
     content = content.get("model", content) if isinstance(content, dict) else content
-    if not isinstance(content, dict) or not all(
-        isinstance(value, torch.Tensor) for value in content.values()
-    ):
-        raise ValueError(
-            f"{path} holds no state dict: expected names and tensors, at the top or under 'model'."
-        )
+    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+        raise ValueError(f"{path} holds no state dict: expected names and tensors, at the top or under 'model'.")
     return content
 
 
@@ -113,16 +105,12 @@ def _renamed(name: str) -> str:
     raise ValueError(f"The checkpoint has a tensor that does not belong to a LEX model: {name}.")
 
 
-def _config(
-    weights: Mapping[str, torch.Tensor], scales: list[torch.Tensor], fields: Mapping[str, Any]
-) -> LexConfig:
+def _config(weights: Mapping[str, torch.Tensor], scales: list[torch.Tensor], fields: Mapping[str, Any]) -> LexConfig:
     """Read the sizes from the tensors, and check that the fields given agree with them."""
     embedding = weights.get("model.embed_tokens.weight")
     up = weights.get("model.layers.0.mlp.up_proj.weight")
     if embedding is None or up is None:
-        raise ValueError(
-            "The checkpoint lacks embed_tokens.weight or layers.0.ffn.fc1.weight: not a whole decoder."
-        )
+        raise ValueError("The checkpoint lacks embed_tokens.weight or layers.0.ffn.fc1.weight: not a whole decoder.")
     head = weights.get("lm_head.weight")
     layers = {int(found[1]) for name in weights if (found := re.match(r"model\.layers\.(\d+)\.", name))}
     read: dict[str, Any] = {
@@ -134,13 +122,9 @@ def _config(
     }
     if scales:
         read["num_attention_heads"] = embedding.shape[1] // (2 * scales[0].shape[0])
+    wrong = [f"{name} = {fields[name]!r}, the checkpoint has {read[name]!r}" for name in read if name in fields]
     wrong = [
-        f"{name} = {fields[name]!r}, the checkpoint has {read[name]!r}" for name in read if name in fields
-    ]
-    wrong = [
-        text
-        for text, name in zip(wrong, (n for n in read if n in fields), strict=True)
-        if fields[name] != read[name]
+        text for text, name in zip(wrong, (n for n in read if n in fields), strict=True) if fields[name] != read[name]
     ]
     if wrong:
         raise ValueError("The checkpoint contradicts the fields given: " + "; ".join(wrong) + ".")
@@ -168,9 +152,7 @@ def _load_weights(model: LexForCausalLM, weights: dict[str, torch.Tensor]) -> No
         weights = {**weights, "lm_head.weight": weights["model.embed_tokens.weight"]}
     missing = sorted(expected.keys() - weights.keys())
     if missing:
-        raise ValueError(
-            f"The checkpoint lacks {len(missing)} tensors of the model, among them {missing[:3]}."
-        )
+        raise ValueError(f"The checkpoint lacks {len(missing)} tensors of the model, among them {missing[:3]}.")
     shapes = [
         f"{name}: {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
         for name, tensor in weights.items()

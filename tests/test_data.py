@@ -1,0 +1,236 @@
+"""Documents, packing and the byte tokenizer."""
+
+import gzip
+import json
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from datasets import Dataset
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+import lex_hf.data
+from lex_hf.data import load_documents, pack, tokenize_documents
+from lex_hf.tokenization import byte_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+class TestByteTokenizer:
+    @given(st.text(max_size=60))
+    @example("".join(map(chr, range(0x250))))
+    @example(" a  b .\r\n\t,\N{ZERO WIDTH JOINER}e\N{COMBINING ACUTE ACCENT}\N{GRINNING FACE}\0")
+    @settings(max_examples=100)
+    def test_ids_are_the_bytes_and_decode_to_the_text(self, text: str) -> None:
+        ids = TOKENIZER(text)["input_ids"]
+        assert ids == list(text.encode())
+        assert TOKENIZER.decode(ids) == text
+
+    def test_special_token(self) -> None:
+        assert len(TOKENIZER) == 257
+        assert TOKENIZER.bos_token_id == TOKENIZER.eos_token_id == TOKENIZER.pad_token_id == 256
+        batch = TOKENIZER(["ab", "c"], padding=True)
+        assert batch["input_ids"] == [[97, 98], [256, 99]]
+        assert batch["attention_mask"] == [[1, 1], [0, 1]]
+        assert TOKENIZER.decode([97, 256], skip_special_tokens=True) == "a"
+
+    def test_saved_and_loaded(self, tmp_path: Path) -> None:
+        TOKENIZER.save_pretrained(tmp_path)
+        loaded = AutoTokenizer.from_pretrained(tmp_path)
+        text = " a  .  b\N{GRINNING FACE}"
+        assert loaded(text)["input_ids"] == list(text.encode())
+        assert loaded.decode(loaded(text)["input_ids"]) == text
+        assert (loaded.eos_token_id, loaded.pad_token_id, loaded.padding_side) == (256, 256, "left")
+
+    def test_a_long_text_takes_linear_time(self) -> None:
+        start = time.perf_counter()
+        ids = TOKENIZER("día\n" * 200_000, verbose=False)["input_ids"]
+        assert len(ids) == 1_000_000
+        assert time.perf_counter() - start < 10  # about one second
+
+
+def _texts(*sources: str | Path, **options: str) -> list[str]:
+    documents = load_documents(sources, **options)
+    assert documents.column_names == ["text", "source"]
+    return list(documents["text"])
+
+
+class TestLoadDocuments:
+    def test_text_files_are_documents_as_they_are(self, tmp_path: Path) -> None:
+        (tmp_path / "b.txt").write_bytes("é\r\nx\n".encode())
+        (tmp_path / "a.unknown").write_bytes(b" y ")
+        documents = load_documents([tmp_path / "b.txt", str(tmp_path / "a.unknown")])
+        assert documents["text"][:] == ["é\r\nx\n", " y "]
+        assert documents["source"][:] == [str(tmp_path / "b.txt"), str(tmp_path / "a.unknown")]
+
+    @pytest.mark.parametrize("name", ["d.jsonl", "d.json", "d.jsonl.gz"])
+    def test_json_lines(self, tmp_path: Path, name: str) -> None:
+        # U+2028 may stand in a JSON string as it is, and ends no line.
+        lines = '{"body": "one\u2028 1\\n"}\n\n{"body": ""}\r\n{"body": "two", "n": 3}'.encode()
+        (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
+        assert _texts(tmp_path / name, text_field="body") == ["one\u2028 1\n", "two"]
+
+    def test_folder_is_read_at_any_depth_in_the_order_of_paths(self, tmp_path: Path) -> None:
+        (tmp_path / "sub").mkdir()
+        (tmp_path / "z.txt").write_text("z")
+        (tmp_path / "sub" / "a.py").write_text("a")
+        (tmp_path / "b.jsonl").write_text('{"text": "b1"}\n{"text": "b2"}\n')
+        (tmp_path / "empty.py").touch()
+        (tmp_path / "picture.png").write_bytes(b"\x89")
+        assert _texts(tmp_path) == ["b1", "b2", "a", "z"]
+
+    def test_hub_dataset(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        calls: list[tuple[Any, ...]] = []
+
+        def fake(name: str, configuration: str | None, split: str) -> Dataset:
+            calls.append((name, configuration, split))
+            return Dataset.from_dict({"content": ["one", "", "two"], "id": [1, 2, 3]})
+
+        monkeypatch.setattr(lex_hf.data, "load_dataset", fake)
+        monkeypatch.chdir(tmp_path)
+        Path("x.txt").write_text("file")
+        texts = _texts("x.txt", "some/wiki:en.1", text_field="content", split="test")
+        assert texts == ["file", "one", "two"]
+        assert calls == [("some/wiki", "en.1", "test")]
+        for field in ("text", "id"):
+            with pytest.raises(ValueError, match=f"'{field}' is no column of text.*'content'"):
+                load_documents(["some/wiki"], text_field=field)
+
+    def test_hub_dataset_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any, **__: Any) -> Dataset:
+            raise ConnectionError("no way to the Hub")
+
+        monkeypatch.setattr(lex_hf.data, "load_dataset", fail)
+        with pytest.raises(FileNotFoundError, match=r"'no-such' is neither a file.*no way to the Hub"):
+            load_documents(["no-such"])
+
+    @pytest.mark.parametrize(
+        "source", ["gone.txt", "gone.jsonl.gz", "some/deep/path", "./gone", Path("gone")]
+    )
+    def test_missing_file_is_not_looked_for_on_the_hub(self, source: str | Path) -> None:
+        with pytest.raises(FileNotFoundError, match=rf"^{re.escape(str(source))}: no such file or folder"):
+            load_documents([source])
+
+    @pytest.mark.parametrize(
+        ("name", "content", "message"),
+        [
+            ("e.txt", b"", "e.txt is empty"),
+            ("l.txt", b"caf\xe9 au lait", "l.txt is not UTF-8 text: byte 0xe9 at offset 3"),
+            ("c.jsonl", b'{"text": "ok"}\n\n{"text": \n', "c.jsonl, line 3 is not JSON"),
+            (
+                "f.jsonl",
+                b'{"text": "ok"}\n{"body": "b", "a": 1}',
+                r"f.jsonl, line 2: no field 'text'.*'a', 'body'",
+            ),
+            ("t.jsonl", b'{"text": 5}', "t.jsonl, line 1: the field 'text' is int"),
+            ("a.json", b"[1]", "a.json, line 1: each line must be a JSON object, not list"),
+            ("s.jsonl", b'{"text": "\\ud800"}', "s.jsonl, line 1: the text has half a surrogate pair"),
+            ("n.jsonl", b'\n{"text": ""}\n', "n.jsonl: no documents"),
+            (
+                "g.jsonl.gz",
+                gzip.compress(b'{"text": "long enough"}')[:-9],
+                "g.jsonl.gz is not a complete gzip",
+            ),
+            ("h.jsonl.gz", b"plain", "h.jsonl.gz is not a complete gzip"),
+        ],
+    )
+    def test_bad_file(self, tmp_path: Path, name: str, content: bytes, message: str) -> None:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_documents([tmp_path / name])
+
+    def test_bad_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "x.png").touch()
+        with pytest.raises(ValueError, match=r"no files that end in \.txt, "):
+            load_documents([tmp_path])
+        (tmp_path / "x.txt").touch()
+        with pytest.raises(ValueError, match="no documents"):
+            load_documents([tmp_path])
+
+    def test_no_list_of_sources(self) -> None:
+        with pytest.raises(ValueError, match="sources is empty"):
+            load_documents([])
+        with pytest.raises(ValueError, match=re.escape("give a list, ['a.txt']")):
+            load_documents("a.txt")
+
+
+def _documents(texts: list[str]) -> Dataset:
+    return Dataset.from_dict({"text": texts})
+
+
+class TestPack:
+    @given(st.lists(st.text("ab\né", min_size=1, max_size=9), min_size=1, max_size=7), st.integers(2, 11))
+    @settings(max_examples=40)
+    def test_examples_are_slices_of_one_stream(self, texts: list[str], length: int) -> None:
+        stream = [token for text in texts for token in [*text.encode(), 256]]
+        expected = [stream[i : i + length] for i in range(0, len(stream) - length + 1, length)]
+        if expected:
+            examples = pack(_documents(texts), TOKENIZER, length)
+            assert examples.column_names == ["input_ids"]
+            assert examples["input_ids"][:] == expected
+        else:
+            with pytest.raises(
+                ValueError, match=f"{length}: all documents .* together have {len(stream)} tokens"
+            ):
+                pack(_documents(texts), TOKENIZER, length)
+
+    def test_nothing_is_lost_between_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        texts = [f"document {i}" * (i % 4 + 1) for i in range(31)]
+        whole = pack(_documents(texts), TOKENIZER, 13)
+        monkeypatch.setattr(lex_hf.data, "_DOCUMENTS_PER_BATCH", 2)
+        assert pack(_documents(texts), TOKENIZER, 13)["input_ids"][:] == whole["input_ids"][:]
+        assert len(whole) == sum(len(text) + 1 for text in texts) // 13
+
+    def test_tokenized_documents(self) -> None:
+        documents = Dataset.from_dict({"text": ["ab", "é"], "source": ["x", "y"]})
+        tokens = tokenize_documents(documents, TOKENIZER)
+        assert tokens.column_names == ["input_ids"]
+        assert tokens["input_ids"][:] == [[97, 98], [195, 169]]
+
+    def test_no_special_tokens(self) -> None:
+        tokenizer = byte_tokenizer()
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+        )
+        assert tokenizer("ab")["input_ids"] == [256, 97, 98]
+        assert pack(_documents(["ab"]), tokenizer, 3)["input_ids"][:] == [[97, 98, 256]]
+
+    def test_no_limit_on_the_length(self, caplog: pytest.LogCaptureFixture) -> None:
+        tokenizer = byte_tokenizer()
+        tokenizer.model_max_length = 4
+        transformers_logging.enable_propagation()
+        try:
+            assert len(tokenize_documents(_documents(["a" * 9]), tokenizer)[0]["input_ids"]) == 9
+        finally:
+            transformers_logging.disable_propagation()
+        assert not caplog.records
+
+    def test_bad_arguments(self) -> None:
+        with pytest.raises(ValueError, match="length = 1: an example needs at least 2 tokens"):
+            pack(_documents(["ab"]), TOKENIZER, 1)
+        tokenizer = byte_tokenizer()
+        tokenizer.eos_token = None
+        with pytest.raises(ValueError, match="no eos_token"):
+            pack(_documents(["ab"]), tokenizer, 2)
+
+
+def test_files_to_examples(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in ("abc", "de")))
+    (tmp_path / "b.txt").write_text("f")
+    examples = pack(load_documents([tmp_path]), TOKENIZER, 4)
+    assert examples["input_ids"][:] == [[97, 98, 99, 256], [100, 101, 256, 102]]

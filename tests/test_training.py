@@ -1,0 +1,402 @@
+"""Training: losses and labels, saving, resumption to the bit, interruption by real signals."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from lex_hf import LexConfig, LexForCausalLM
+from lex_hf.data import pack
+from lex_hf.tokenization import byte_tokenizer
+from lex_hf.training import (
+    TrainingInterrupted,
+    TrainingResult,
+    last_checkpoint,
+    train,
+    training_arguments,
+)
+
+LENGTH = 12
+TOKENIZER = byte_tokenizer()
+TEXTS = {"text": [f"{word} {number} " * 4 for number, word in enumerate(["one", "two", "three"] * 3)]}
+
+
+def _model(seed: int = 0, **fields: Any) -> LexForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 40}
+    lengths = {"training_length": LENGTH, "xpos_scale_base": LENGTH // 2}
+    ids = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
+    return LexForCausalLM(LexConfig(**{"vocab_size": 257, **sizes, **lengths, **ids, **fields}))
+
+
+def _examples(count: int, text: dict[str, list[str]] = TEXTS) -> Dataset:
+    return pack(Dataset.from_dict(text), TOKENIZER, LENGTH).select(range(count))
+
+
+def _train(folder: Path, model: LexForCausalLM, examples: Dataset, **options: Any) -> TrainingResult:
+    """Train with small batches and a log at every step, unless the options say otherwise."""
+    resume, eval_dataset = options.pop("resume", False), options.pop("eval_dataset", None)
+    defaults = {
+        "per_device_train_batch_size": 2,
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "learning_rate": 1e-2,
+    }
+    arguments = training_arguments(folder, **{**defaults, **options})
+    return train(model, TOKENIZER, examples, arguments, eval_dataset=eval_dataset, resume=resume)
+
+
+def _hand_loss(model: LexForCausalLM, examples: Dataset) -> float:
+    """Mean cross entropy of every token given those before it, one at a time, in float64."""
+    losses = []
+    for row in examples["input_ids"][:]:
+        with torch.no_grad():
+            logits = model.double()(torch.tensor([row])).logits[0]
+        losses += [float(torch.logsumexp(logits[i], 0) - logits[i, row[i + 1]]) for i in range(len(row) - 1)]
+    model.float()
+    return sum(losses) / len(losses)
+
+
+def _on_forward(model: LexForCausalLM, number: int, action: Callable[[], object]) -> None:
+    """Call `action` in the given forward pass of the model, counted from 1."""
+    calls = 0
+
+    def hook(*_: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            action()
+
+    model.register_forward_pre_hook(hook)
+
+
+def _assert_same_weights(model: LexForCausalLM, other: LexForCausalLM) -> None:
+    weights, others = model.state_dict(), other.state_dict()
+    assert weights.keys() == others.keys()
+    assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+
+
+class TestLoss:
+    def test_falls_on_a_toy_task(self, tmp_path: Path) -> None:
+        examples = _examples(20, {"text": ["abcdefgh" * 40]})
+        result = _train(tmp_path, _model(), examples, max_steps=40, per_device_train_batch_size=6)
+        assert result.losses[0][1] > 5
+        assert result.losses[-1][1] < 1.5
+        assert [step for step, _ in result.losses] == list(range(1, 41))
+        assert result.train_loss == pytest.approx(sum(loss for _, loss in result.losses) / 40)
+        # 20 examples make batches of 6, 6, 6 and 2.
+        assert result.tokens == 10 * 20 * LENGTH
+        assert (result.steps, result.model_folder) == (40, tmp_path)
+
+    @pytest.mark.parametrize("accumulation", [1, 2, 6])
+    def test_is_the_cross_entropy_of_all_tokens(self, tmp_path: Path, accumulation: int) -> None:
+        examples = _examples(6)
+        assert any(256 in row for row in examples["input_ids"][:]), (
+            "end-of-text must count, though it also pads"
+        )
+        model = _model(initializer_range=0.3)
+        expected = _hand_loss(model, examples)
+        batch = {
+            "gradient_accumulation_steps": accumulation,
+            "per_device_train_batch_size": 6 // accumulation,
+        }
+        result = _train(tmp_path, model, examples, max_steps=1, save_strategy="no", **batch)
+        assert result.steps == len(result.losses) == 1
+        assert result.train_loss == pytest.approx(expected, abs=1e-5)
+
+    def test_accumulated_gradients_are_those_of_the_whole_batch(self, tmp_path: Path) -> None:
+        # 10 examples: the second step of each epoch accumulates fewer batches.
+        whole, parts = _model(), _model()
+        options = {"max_steps": 4, "save_strategy": "no"}
+        _train(tmp_path / "whole", whole, _examples(10), per_device_train_batch_size=6, **options)
+        _train(tmp_path / "parts", parts, _examples(10), gradient_accumulation_steps=3, **options)
+        for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
+
+    def test_is_logged_with_every_checkpoint_and_at_the_end(self, tmp_path: Path) -> None:
+        result = _train(tmp_path, _model(), _examples(4), max_steps=8, save_steps=3, logging_steps=5)
+        assert [step for step, _ in result.losses] == [3, 5, 6, 8]
+        (_, a), (_, b), (_, c), (_, d) = result.losses
+        assert result.train_loss == pytest.approx((3 * a + 2 * b + c + 2 * d) / 8)
+
+    def test_evaluation(self, tmp_path: Path) -> None:
+        model, held_back = _model(), _examples(7)
+        options = {
+            "eval_strategy": "epoch",
+            "save_strategy": "epoch",
+            "num_train_epochs": 2,
+            "logging_steps": 2,
+        }
+        result = _train(tmp_path, model, _examples(6), eval_dataset=held_back, **options)
+        assert [step for step, _ in result.eval_losses] == [3, 6]
+        assert result.eval_losses[-1][1] == pytest.approx(_hand_loss(model, held_back), abs=1e-5)
+        assert [step for step, _ in result.losses] == [2, 3, 4, 6]
+
+
+class TestSavedModel:
+    def test_loads_with_auto_classes(self, tmp_path: Path) -> None:
+        model = _model()
+        _train(tmp_path, model, _examples(4), max_steps=2, save_steps=1)
+        ids = torch.tensor(_examples(3)["input_ids"][:])
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+        assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)
+        assert AutoTokenizer.from_pretrained(tmp_path)("é<|endoftext|>")["input_ids"] == [195, 169, 256]
+        names = {path.name for path in tmp_path.iterdir()}
+        assert {"checkpoint-1", "checkpoint-2", "config.json", "model.safetensors"} <= names
+        assert not names & {".saving", "training_args.bin"}
+
+    def test_cache_is_off_in_training_and_on_after_it(self, tmp_path: Path) -> None:
+        model = _model()
+        seen = []
+        model.register_forward_pre_hook(
+            lambda _, __, options: seen.append(options["use_cache"]), with_kwargs=True
+        )
+        _train(tmp_path, model, _examples(4), max_steps=2, save_steps=2)
+        assert seen == [False, False]
+        for folder in (tmp_path, tmp_path / "checkpoint-2"):
+            loaded = AutoModelForCausalLM.from_pretrained(folder)
+            assert loaded.config.use_cache is True
+            assert loaded(torch.tensor([[1, 2]])).past_key_values is not None
+
+
+class TestResume:
+    @pytest.mark.parametrize("accumulation", [1, 2])
+    def test_is_to_the_bit_an_uninterrupted_run(self, tmp_path: Path, accumulation: int) -> None:
+        options = {"max_steps": 8, "save_steps": 100, "gradient_accumulation_steps": accumulation}
+        dropout: dict[str, Any] = {"hidden_dropout": 0.2, "attention_dropout": 0.1}
+        straight = _model(**dropout)
+        expected = _train(tmp_path / "straight", straight, _examples(10), **options)
+
+        stopped = _model(**dropout)
+        # 10 examples: with batches of 2 * 2, the third step is a smaller one, at the end of an epoch.
+        _on_forward(stopped, 2 * accumulation + 1, lambda: os.kill(os.getpid(), signal.SIGINT))
+        handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+        with pytest.raises(
+            TrainingInterrupted, match=r"after 3 of 8 steps.*checkpoint-3\b.*resume=True"
+        ) as info:
+            _train(tmp_path / "resumed", stopped, _examples(10), **options)
+        assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+        assert info.value.steps == 3
+        assert info.value.checkpoint == last_checkpoint(tmp_path / "resumed")
+        _assert_same_weights(AutoModelForCausalLM.from_pretrained(info.value.checkpoint), stopped)
+
+        resumed = _model(seed=5, **dropout)
+        result = _train(tmp_path / "resumed", resumed, _examples(10), resume=True, **options)
+        _assert_same_weights(resumed, straight)
+        assert result.losses == expected.losses
+        assert (result.train_loss, result.tokens) == (expected.train_loss, expected.tokens)
+
+    def test_of_a_complete_run_takes_no_step(self, tmp_path: Path) -> None:
+        model = _model()
+        expected = _train(tmp_path, model, _examples(10), max_steps=3)
+        (tmp_path / "model.safetensors").unlink()
+        again = _model(seed=5)
+        assert _train(tmp_path, again, _examples(10), max_steps=3, resume=True) == expected
+        _assert_same_weights(again, model)
+        _assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+
+    def test_passes_over_a_half_written_checkpoint(self, tmp_path: Path) -> None:
+        model = _model()
+        options = {"max_steps": 6, "save_steps": 2}
+        _train(tmp_path, model, _examples(10), **options)
+        (tmp_path / "checkpoint-6" / "trainer_state.json").unlink()
+        resumed = _model(seed=5)
+        # With room for one checkpoint, the broken one must not push out the good one.
+        _train(tmp_path, resumed, _examples(10), save_total_limit=1, resume=True, **options)
+        _assert_same_weights(resumed, model)
+        assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-6"
+
+    def test_needs_a_complete_checkpoint(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"resume=True, but .* has no complete checkpoint"):
+            _train(tmp_path, _model(), _examples(4), max_steps=2, resume=True)
+        _train(tmp_path, _model(), _examples(4), max_steps=2, save_only_model=True)
+        with pytest.raises(ValueError, match=r"resume=True, but .* has no complete checkpoint"):
+            _train(tmp_path, _model(), _examples(4), max_steps=2, resume=True)
+
+    def test_needs_the_same_model(self, tmp_path: Path) -> None:
+        _train(tmp_path, _model(eos_token_id=3), _examples(4), max_steps=1)
+        with pytest.raises(ValueError, match=r"checkpoint-1, which has .*intermediate_size = 40, not 44"):
+            _train(tmp_path, _model(intermediate_size=44), _examples(4), max_steps=2, resume=True)
+        with pytest.raises(ValueError, match=r"position_embedding_type = .*'rope'"):
+            _train(tmp_path, _model(position_embedding_type="rope"), _examples(4), max_steps=2, resume=True)
+        _train(tmp_path, _model(eos_token_id=3), _examples(4), max_steps=2, resume=True)
+
+    @pytest.mark.parametrize("kept", ["checkpoint-1", "model.safetensors"])
+    def test_must_be_asked_for(self, tmp_path: Path, kept: str) -> None:
+        _train(tmp_path / "done", _model(), _examples(4), max_steps=1)
+        (tmp_path / "other").mkdir()
+        (tmp_path / "done" / kept).rename(tmp_path / "other" / kept)
+        with pytest.raises(ValueError, match=r"holds a trained model or checkpoints: .* resume=True"):
+            _train(tmp_path / "other", _model(), _examples(4), max_steps=1)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with checkpoint-1 to checkpoint-10."""
+    folder = tmp_path_factory.mktemp("trained")
+    _train(folder, _model(), _examples(4), max_steps=10, save_steps=1, save_total_limit=None)
+    return folder
+
+
+class TestLastCheckpoint:
+    def test_is_the_one_of_the_highest_step(self, trained: Path, tmp_path: Path) -> None:
+        assert last_checkpoint(trained) == trained / "checkpoint-10"
+        assert last_checkpoint(tmp_path) is None
+        assert last_checkpoint(tmp_path / "missing") is None
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "trainer_state.json",
+            "config.json",
+            "model.safetensors",
+            "optimizer.pt",
+            "rng_state.pth",
+            "scheduler.pt",
+        ],
+    )
+    def test_is_not_one_cut_short(self, trained: Path, tmp_path: Path, name: str) -> None:
+        shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+        file = tmp_path / "checkpoint-10" / name
+        os.truncate(file, file.stat().st_size - 3)
+        assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
+
+    def test_is_not_one_without_a_shard(self, trained: Path, tmp_path: Path) -> None:
+        shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+        newest = tmp_path / "checkpoint-10"
+        model = AutoModelForCausalLM.from_pretrained(newest)
+        (newest / "model.safetensors").unlink()
+        model.save_pretrained(newest, max_shard_size="10KB")
+        assert last_checkpoint(tmp_path) == newest
+        sorted(newest.glob("*.safetensors"))[0].unlink()
+        assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
+
+
+class TestSignals:
+    def test_sigterm_from_another_process(self, tmp_path: Path) -> None:
+        script = (
+            "from pathlib import Path\n"
+            "from test_training import _examples, _model, _train\n"
+            f"_train(Path({str(tmp_path)!r}), _model(), _examples(10), max_steps=10**6, save_steps=10**6,\n"
+            "       logging_steps=10**6, logging_first_step=True)\n"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", script],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            assert process.stdout is not None
+            assert "loss" in process.stdout.readline()
+            process.send_signal(signal.SIGTERM)
+            _, errors = process.communicate(timeout=60)
+        assert process.returncode != 0
+        checkpoint = last_checkpoint(tmp_path)
+        assert checkpoint is not None
+        steps = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
+        assert f"TrainingInterrupted: Training was interrupted after {steps} of 1000000 steps" in errors
+        AutoModelForCausalLM.from_pretrained(checkpoint)
+
+    def test_second_signal_stops_at_once(self, tmp_path: Path) -> None:
+        model = _model()
+
+        def twice() -> None:
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGINT)
+
+        _on_forward(model, 2, twice)
+        with pytest.raises(KeyboardInterrupt) as info:
+            _train(tmp_path, model, _examples(10), max_steps=5)
+        assert not isinstance(info.value, TrainingInterrupted)
+        assert last_checkpoint(tmp_path) is None
+
+    def test_signal_in_the_last_step_comes_after_the_model_is_saved(self, tmp_path: Path) -> None:
+        model = _model()
+        _on_forward(model, 3, lambda: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt) as info:
+            _train(tmp_path, model, _examples(10), max_steps=3)
+        assert not isinstance(info.value, TrainingInterrupted)
+        _assert_same_weights(AutoModelForCausalLM.from_pretrained(tmp_path), model)
+
+    @pytest.mark.parametrize("strategy", ["steps", "epoch"])
+    def test_stop_skips_the_evaluation(self, tmp_path: Path, strategy: str) -> None:
+        model = _model()
+        _on_forward(model, 2, lambda: signal.raise_signal(signal.SIGINT))
+        options = {"max_steps": 9, "eval_strategy": strategy, "eval_steps": 2, "save_strategy": strategy}
+        with pytest.raises(TrainingInterrupted):
+            _train(tmp_path, model, _examples(10), eval_dataset=_examples(2), **options)
+        state = json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())
+        assert [entry["step"] for entry in state["log_history"] if "loss" in entry] == [1, 2]
+        assert not any("eval_loss" in entry for entry in state["log_history"])
+
+    def test_training_in_another_thread(self, tmp_path: Path) -> None:
+        results: list[TrainingResult] = []
+        work = threading.Thread(
+            target=lambda: results.append(_train(tmp_path, _model(), _examples(4), max_steps=1))
+        )
+        work.start()
+        work.join()
+        assert [result.steps for result in results] == [1]
+
+
+class TestArguments:
+    def test_are_those_of_the_paper(self, tmp_path: Path) -> None:
+        arguments = training_arguments(tmp_path, max_steps=50_000, warmup_steps=20_000)
+        assert (arguments.adam_beta1, arguments.adam_beta2, arguments.adam_epsilon) == (0.9, 0.98, 1e-6)
+        assert (arguments.learning_rate, arguments.weight_decay, arguments.max_grad_norm) == (3e-4, 0.01, 2.0)
+        assert arguments.report_to == []
+        assert not arguments.disable_tqdm
+
+    def test_learning_rate_rises_and_falls_to_zero_in_straight_lines(self, tmp_path: Path) -> None:
+        options = {"max_steps": 6, "warmup_steps": 2, "save_steps": 6}
+        _train(tmp_path, _model(), _examples(4), learning_rate=8e-3, **options)
+        state = json.loads((tmp_path / "checkpoint-6" / "trainer_state.json").read_text())
+        rates = [entry["learning_rate"] for entry in state["log_history"] if "loss" in entry]
+        assert rates == pytest.approx([0, 4e-3, 8e-3, 6e-3, 4e-3, 2e-3])
+
+    def test_another_schedule(self, tmp_path: Path) -> None:
+        result = _train(tmp_path, _model(), _examples(4), max_steps=1, lr_scheduler_type="cosine")
+        assert result.steps == 1
+
+    @pytest.mark.parametrize("warmup", [5, 7])
+    def test_warmup_is_shorter_than_the_training(self, tmp_path: Path, warmup: int) -> None:
+        with pytest.raises(ValueError, match=f"warmup_steps = {warmup}: must be less than max_steps = 5"):
+            training_arguments(tmp_path, max_steps=5, warmup_steps=warmup)
+
+    def test_a_diverged_loss_is_shown(self, tmp_path: Path) -> None:
+        model = _model()
+        with torch.no_grad():
+            model.model.norm.weight.fill_(float("nan"))
+        result = _train(tmp_path, model, _examples(4), max_steps=1, save_strategy="no")
+        assert result.train_loss != result.train_loss
+
+
+class TestBadInput:
+    def test_examples(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            ValueError, match=r"columns \['text'\], not 'input_ids': make examples with lex_hf"
+        ):
+            _train(tmp_path, _model(), Dataset.from_dict(TEXTS), max_steps=1)
+        with pytest.raises(ValueError, match="no examples"):
+            _train(tmp_path, _model(), _examples(0), max_steps=1)
+
+    def test_unused_evaluation_data(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="eval_dataset would not be used: set eval_strategy"):
+            _train(tmp_path, _model(), _examples(4), max_steps=1, eval_dataset=_examples(2))
+
+    def test_vocabulary(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="The tokenizer has 257 tokens, but the model vocab_size = 256"):
+            _train(tmp_path, _model(vocab_size=256, eos_token_id=3), _examples(4), max_steps=1)
