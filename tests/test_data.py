@@ -119,9 +119,7 @@ class TestLoadDocuments:
         with pytest.raises(FileNotFoundError, match=r"'no-such' is neither a file.*no way to the Hub"):
             load_documents(["no-such"])
 
-    @pytest.mark.parametrize(
-        "source", ["gone.txt", "gone.jsonl.gz", "some/deep/path", "./gone", Path("gone")]
-    )
+    @pytest.mark.parametrize("source", ["gone.txt", "gone.jsonl.gz", "some/deep/path", "./gone", Path("gone")])
     def test_missing_file_is_not_looked_for_on_the_hub(self, source: str | Path) -> None:
         with pytest.raises(FileNotFoundError, match=rf"^{re.escape(str(source))}: no such file or folder"):
             load_documents([source])
@@ -184,9 +182,7 @@ class TestPack:
             assert examples.column_names == ["input_ids"]
             assert examples["input_ids"][:] == expected
         else:
-            with pytest.raises(
-                ValueError, match=f"{length}: all documents .* together have {len(stream)} tokens"
-            ):
+            with pytest.raises(ValueError, match=f"{length}: all documents .* together have {len(stream)} tokens"):
                 pack(_documents(texts), TOKENIZER, length)
 
     def test_nothing_is_lost_between_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,9 +22,7 @@ _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<configuration>[\w
 _DOCUMENTS_PER_BATCH = 100
 
 
-def load_documents(
-    sources: Sequence[str | Path], *, text_field: str = "text", split: str = "train"
-) -> Dataset:
+def load_documents(sources: Sequence[str | Path], *, text_field: str = "text", split: str = "train") -> Dataset:
     r"""Read documents from files, folders and datasets of the Hub, in the order given.
 
     A source is one of:

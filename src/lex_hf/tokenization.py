@@ -31,5 +31,4 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
         eos_token=END_OF_TEXT,
         pad_token=END_OF_TEXT,
         padding_side="left",
-        clean_up_tokenization_spaces=False,
     )

@@ -111,6 +111,7 @@ def training_arguments(output_dir: str | Path, **overrides: Any) -> TrainingArgu
         "save_total_limit": 2,
         "disable_tqdm": False,
         "dataloader_pin_memory": torch.accelerator.is_available(),
+        "ddp_find_unused_parameters": False,
     } | overrides
     if settings["lr_scheduler_type"] == "polynomial":
         settings.setdefault("lr_scheduler_kwargs", {"lr_end": 0.0, "power": 1.0})
@@ -239,7 +240,6 @@ class _Interruption(TrainerCallback):
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number)
-        self.accelerator.set_trigger()
         logger.warning("%s: saving a checkpoint after this step. Again to stop at once.", self.signal.name)
 
     def on_train_begin(
@@ -253,6 +253,8 @@ class _Interruption(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop if a signal came, to this process or another; log with every checkpoint and at the end."""
+        if self.signal is not None:
+            self.accelerator.set_trigger()
         if self.accelerator.check_trigger() and state.global_step < state.max_steps:
             self.stopped = True
             control.should_save = control.should_training_stop = True
