@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import datasets
 import evaluate
@@ -152,13 +151,13 @@ def _train(
 
 
 def demo_config(scheme: str) -> LexConfig:
-    """The demo's model: bytes, 4 layers of 128, l = 128 and so B = 64."""
+    """The demo's model: bytes, 4 layers of 96, l = 128 and so B = 64."""
     return LexConfig(
         vocab_size=257,
-        hidden_size=128,
+        hidden_size=96,
         num_hidden_layers=4,
         num_attention_heads=4,
-        intermediate_size=512,
+        intermediate_size=384,
         training_length=TRAINING_LENGTH,
         position_embedding_type=scheme,
         xpos_scale_base=TRAINING_LENGTH // 2,
@@ -198,14 +197,11 @@ def _cache_bytes(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tex
     while read < ids.shape[1]:
         stop = min(max(2 * read, TRAINING_LENGTH), ids.shape[1])
         model(ids[:, read:stop], past_key_values=cache, logits_to_keep=1)
-        read = marks_at = stop
-        marks[marks_at] = cache.nbytes()
+        read, marks[stop] = stop, cache.nbytes()
     return marks
 
 
-def _generate(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, console: Console
-) -> int:
+def _generate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tokens: int, console: Console) -> int:
     set_seed(0)
     prompt = tokenizer("def read_text(path):\n", return_tensors="pt")
     output = model.generate(
@@ -236,7 +232,8 @@ def _print_summary(folder: Path, corpus: Corpus, result: DemoResult, console: Co
     marks = result.cache_bytes
     console.rule("Memory")
     console.print(
-        f"{corpus.long.name}, {result.stream_tokens} tokens, read in one pass: perplexity {result.stream_perplexity:.3f}"
+        f"{corpus.long.name}, {result.stream_tokens} tokens, read in one pass: "
+        f"perplexity {result.stream_perplexity:.3f}"
     )
     console.print("cache bytes by tokens read: " + ", ".join(f"{tokens}: {size}" for tokens, size in marks.items()))
     console.print(f"cache bytes after {result.generated_tokens} generated tokens: {result.generation_cache_bytes}")
@@ -259,7 +256,7 @@ def _clear(folder: Path) -> None:
     """Make an empty folder; only what an earlier demo left is removed."""
     ours = {*SCHEMES.values(), RESULTS, PLOT}
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if folder.exists() and not folder.is_dir() or found - ours:
+    if (folder.exists() and not folder.is_dir()) or found - ours:
         raise ValueError(f"{folder} exists and is not an earlier demo's: choose another folder for the output.")
     if folder.exists():
         shutil.rmtree(folder)

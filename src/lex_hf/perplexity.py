@@ -412,7 +412,7 @@ def _explained(model_id: str, wanted: str) -> Iterator[None]:
     """Say what was looked for when a folder or a Hub repository does not hold it."""
     try:
         yield
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, TypeError, ValueError, SafetensorError) as error:
         raise ValueError(f"{model_id!r} was searched for {wanted}, without success: {error}") from error
 
 

@@ -1,0 +1,265 @@
+"""The command line: parse, call one function of the Python API, print."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from huggingface_hub.errors import StrictDataclassError
+from rich.console import Console
+from rich.table import Table
+from safetensors import SafetensorError
+
+app = typer.Typer(
+    help="Length-Extrapolatable Transformers: train on short texts, read and write long ones.",
+    no_args_is_help=True,
+    rich_markup_mode=None,  # its columns cut option names short in a narrow terminal
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Model = Annotated[str, typer.Argument(help="Folder or Hub id of a model with its tokenizer.")]
+Files = Annotated[
+    list[str],
+    typer.Argument(help="Text files, JSON lines (.jsonl, .jsonl.gz), folders of them, or names of Hub datasets."),
+]
+TextField = Annotated[str, typer.Option(help="Field or column that holds the text.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON; all else goes to standard error.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")]
+Pattern = Annotated[str | None, typer.Option(help="blockwise, sliding or full; the model's own by default.")]
+Trust = Annotated[bool, typer.Option(help="Let code that comes with the model run.")]
+
+
+@app.command()
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for models, results and the plot.")] = Path("demo_output"),
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps for each of the two models.")] = 1500,
+    generate: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 2000,
+) -> None:
+    """Train a tiny LEX on Python's own library, evaluate it at 16 times its training length, generate."""
+    from lex_hf import demo as story
+
+    with _session() as console:
+        story.run(output, steps=steps, generate=generate, console=console)
+
+
+@app.command()
+def train(
+    files: Files,
+    output: Annotated[Path, typer.Option(help="Folder for checkpoints and the trained model.")],
+    model: Annotated[
+        str | None, typer.Option(help="Folder or Hub id to fine-tune; without it, a new model is trained.")
+    ] = None,
+    tokenizer: Annotated[
+        str, typer.Option(help="Tokenizer of a new model: a folder or Hub id, or 'bytes' (one token per byte).")
+    ] = "bytes",
+    config: Annotated[
+        list[str] | None,
+        typer.Option("--config", "-c", help="A field of LexConfig for a new model, as num_hidden_layers=6."),
+    ] = None,
+    length: Annotated[int, typer.Option(min=2, help="l: tokens in a training example; even.")] = 1024,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 50_000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Examples per step and device.")] = 8,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 3e-4,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")] = 0,
+    save_steps: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 500,
+    seed: Annotated[int, typer.Option(help="Seed of weights and of the order of examples.")] = 0,
+    bf16: Annotated[bool, typer.Option(help="Mixed precision with bfloat16.")] = False,
+    activation_checkpointing: Annotated[bool, typer.Option(help="Less memory for more time.")] = False,
+    resume: Annotated[bool, typer.Option(help="Continue from the last complete checkpoint in the output.")] = False,
+    text_field: TextField = "text",
+    as_json: Json = False,
+) -> None:
+    """Train on texts that are packed into examples of equal length.
+
+    Ctrl-C saves a checkpoint first; the same command with --resume goes on from there.
+    """
+    from lex_hf import training
+    from lex_hf.data import load_documents, pack
+
+    with _session(as_json) as console:
+        documents = load_documents(files, text_field=text_field)
+        lex, words = _model_to_train(model, tokenizer, config or [], length, seed)
+        arguments = training.training_arguments(
+            output,
+            max_steps=steps,
+            per_device_train_batch_size=batch_size,
+            learning_rate=learning_rate,
+            warmup_steps=warmup_steps,
+            save_steps=save_steps,
+            seed=seed,
+            bf16=bf16,
+            activation_checkpointing=activation_checkpointing,
+        )
+        result = training.train(lex, words, pack(documents, words, length), arguments, resume=resume)
+    if as_json:
+        print(json.dumps({**vars(result), "model_folder": str(result.model_folder)}))  # noqa: T201
+    else:
+        console.print(
+            f"{result.steps} steps, {result.tokens} tokens, mean loss {result.train_loss:.4f} nats per token; "
+            f"the model is in {result.model_folder}"
+        )
+
+
+@app.command()
+def evaluate(
+    model: Model,
+    files: Files,
+    protocol: Annotated[str, typer.Option(help="chunked (segments alone) or streaming (one pass).")] = "chunked",
+    length: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Tokens in a segment or chunk; give it several times for a table."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Segments evaluated at once.")] = 8,
+    start_token: Annotated[bool, typer.Option(help="Put the BOS token before each text.")] = True,
+    attention_pattern: Pattern = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: Trust = False,
+    text_field: TextField = "text",
+    as_json: Json = False,
+) -> None:
+    """Measure perplexity on texts, at one length or several."""
+    from lex_hf.data import load_documents
+    from lex_hf.perplexity import compute_perplexity, load_for_evaluation
+
+    with _session(as_json) as console:
+        texts = list(load_documents(files, text_field=text_field)["text"])
+        lex, words = load_for_evaluation(
+            model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **_pattern(attention_pattern)
+        )
+        lengths: list[int | None] = [*length] if length else [None]
+        results = [
+            compute_perplexity(
+                lex,
+                words,
+                texts,
+                protocol=protocol,
+                length=each,
+                batch_size=batch_size,
+                add_start_token=start_token,
+            )
+            for each in lengths
+        ]
+    if as_json:
+        print(json.dumps([result.to_dict() for result in results]))  # noqa: T201
+        return
+    table = Table(title=f"{model}: {len(texts)} texts, {protocol}")
+    for column in ("length", "tokens", "nats/token", "perplexity", "bits/byte"):
+        table.add_column(column, justify="right")
+    for result in results:
+        numbers = (f"{result.nll:.4f}", f"{result.perplexity:.3f}", f"{result.bits_per_byte:.4f}")
+        table.add_row(str(result.length), str(result.tokens), *numbers)
+    console.print(table)
+
+
+@app.command()
+def generate(
+    model: Model,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; '-' reads it from standard input.")],
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
+    greedy: Annotated[bool, typer.Option(help="Take the most probable token instead of sampling.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Temperature of sampling.")] = 0.8,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus of sampling.")] = 0.95,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    attention_pattern: Pattern = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Continue a text, of any length, in constant memory; the text appears as it is written."""
+    from transformers import TextStreamer, set_seed
+
+    from lex_hf.perplexity import load_for_evaluation
+
+    with _session(as_json):
+        lex, words = load_for_evaluation(
+            model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **_pattern(attention_pattern)
+        )
+        inputs = _prompt(sys.stdin.read() if prompt == "-" else prompt, words).to(lex.device)
+        set_seed(seed)
+        sampling = {} if greedy else {"temperature": temperature, "top_p": top_p}
+        output = lex.generate(
+            **inputs,
+            max_new_tokens=max_new_tokens,
+            do_sample=not greedy,
+            streamer=None if as_json else TextStreamer(words),
+            return_dict_in_generate=True,
+            **sampling,
+        )
+    if as_json:
+        tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+        print(json.dumps({"text": words.decode(tokens), "tokens": tokens}))  # noqa: T201
+
+
+def _prompt(text: str, tokenizer: Any) -> Any:
+    """Tokenise a prompt; an empty one begins with the start token."""
+    inputs = tokenizer(text or tokenizer.bos_token or "", return_tensors="pt")
+    if inputs["input_ids"].shape[1] == 0:
+        raise ValueError("The prompt is empty, and the tokenizer has no start token: give at least one character.")
+    return inputs
+
+
+def _pattern(name: str | None) -> dict[str, str]:
+    return {} if name is None else {"attention_pattern": name}
+
+
+def _model_to_train(model: str | None, tokenizer: str, fields: list[str], length: int, seed: int) -> tuple[Any, Any]:
+    """Load what is to be fine-tuned, or make a new model of the size that `fields` say."""
+    from transformers import AutoTokenizer, set_seed
+
+    from lex_hf import LexConfig, LexForCausalLM
+    from lex_hf.perplexity import load_for_evaluation
+    from lex_hf.tokenization import byte_tokenizer
+
+    set_seed(seed)
+    if model is not None:
+        if fields:
+            raise ValueError(f"--config {fields[0]}: --model {model} has a configuration of its own.")
+        return load_for_evaluation(model, device="cpu")
+    words = byte_tokenizer() if tokenizer == "bytes" else AutoTokenizer.from_pretrained(tokenizer)
+    ids = {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
+    defaults = {"vocab_size": len(words), "training_length": length, "xpos_scale_base": length // 2}
+    return LexForCausalLM(LexConfig(**(defaults | ids | dict(map(_field, fields))))), words
+
+
+def _field(text: str) -> tuple[str, Any]:
+    """Read `name=value`, where the value is JSON or else a string."""
+    from dataclasses import fields
+
+    from lex_hf import LexConfig
+
+    name, equals, value = text.partition("=")
+    if not equals or name not in {field.name for field in fields(LexConfig)}:
+        raise ValueError(f"--config {text}: it must be NAME=VALUE with a field of LexConfig, as num_hidden_layers=6.")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+@contextlib.contextmanager
+def _session(as_json: bool = False) -> Iterator[Console]:
+    """Keep standard output free for JSON, where libraries print; say what went wrong in a sentence."""
+    with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
+        try:
+            yield Console(stderr=as_json)
+        except KeyboardInterrupt as interruption:  # of a training that was stopped: it says how to go on
+            _fail(str(interruption) or "Interrupted.", 130)
+        except (ValueError, OSError, SafetensorError, StrictDataclassError) as error:
+            _fail(f"Error: {error}", 1)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    Console(stderr=True).print(message, markup=False, highlight=False)
+    raise typer.Exit(code)
+
+
+def main() -> None:
+    """Run the command line."""
+    app()

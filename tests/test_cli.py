@@ -1,0 +1,180 @@
+"""Every command, as a user types it; bad input gives a sentence, never a traceback."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import tiny_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner, Result
+
+from lex_hf import LexForCausalLM
+from lex_hf.cli import app
+from lex_hf.perplexity import compute_perplexity
+from lex_hf.tokenization import byte_tokenizer
+
+SIZES = ["hidden_size=16", "num_hidden_layers=1", "num_attention_heads=2", "intermediate_size=16"]
+SMALL = [argument for size in SIZES for argument in ("-c", size)]
+TEXT = "The quick brown fox jumps over the lazy dog. " * 40
+
+
+def lex(*arguments: object, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model(vocab_size=257, bos_token_id=256, eos_token_id=256, pad_token_id=256).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_help_tells_everything() -> None:
+    overview = lex("--help").output
+    for command in ("demo", "train", "evaluate", "generate"):
+        assert command in overview
+        assert lex(command, "--help").exit_code == 0
+    assert "--attention-pattern" in lex("evaluate", "--help").output
+
+
+def test_train_evaluate_and_generate_in_a_row(tmp_path: Path, text: Path) -> None:
+    folder = tmp_path / "model"
+    common = ["--length", 16, "--steps", 3, "--batch-size", 2, "--json"]
+    trained = lex("train", text, "--output", folder, *SMALL, "-c", "position_embedding_type=rope", *common)
+    assert trained.exit_code == 0, trained.output
+    summary = json.loads(trained.stdout)
+    assert (summary["steps"], summary["tokens"]) == (3, 3 * 2 * 16)
+    lex_model = AutoModelForCausalLM.from_pretrained(folder)
+    assert isinstance(lex_model, LexForCausalLM)
+    config = lex_model.config
+    assert (config.position_embedding_type, config.training_length, config.xpos_scale_base) == ("rope", 16, 8)
+    assert (config.hidden_size, config.vocab_size, config.bos_token_id) == (16, 257, 256)
+    evaluated = lex("evaluate", folder, text, "--length", 8, "--length", 64, "--json")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for result, length in zip(json.loads(evaluated.stdout), (8, 64), strict=True):
+        expected = compute_perplexity(lex_model, tokenizer, [TEXT], length=length, progress=False)
+        assert result == json.loads(json.dumps(expected.to_dict()))
+    written = lex("generate", folder, "The quick", "--max-new-tokens", 5, "--greedy", "--json")
+    prompt = tokenizer("The quick", return_tensors="pt")
+    tokens = lex_model.generate(**prompt, max_new_tokens=5, do_sample=False)[0, 9:]
+    assert json.loads(written.stdout)["tokens"] == tokens.tolist()
+
+
+def test_fine_tuning_starts_from_the_model_given(tmp_path: Path, text: Path, model: Path) -> None:
+    options = ["--length", 16, "--steps", 1, "--learning-rate", 1e-9]
+    result = lex("train", text, "--output", tmp_path / "out", "--model", model, *options)
+    assert result.exit_code == 0, result.output
+    assert "1 steps, 128 tokens" in result.output
+    before, after = (AutoModelForCausalLM.from_pretrained(path) for path in (model, tmp_path / "out"))
+    for name, parameter in before.state_dict().items():
+        torch.testing.assert_close(parameter, after.state_dict()[name], atol=1e-8, rtol=0, msg=name)
+
+
+def test_evaluate_prints_a_table(model: Path, text: Path) -> None:
+    result = lex("evaluate", model, text, "--protocol", "streaming", "--attention-pattern", "sliding")
+    assert result.exit_code == 0, result.output
+    assert "bits/byte" in result.output
+    assert str(len(TEXT)) in result.output
+
+
+def test_generate_streams_text_and_reads_standard_input(model: Path) -> None:
+    first = lex("generate", model, "-", "--max-new-tokens", 8, "--seed", 3, stdin="def f(")
+    again = lex("generate", model, "def f(", "--max-new-tokens", 8, "--seed", 3)
+    assert first.exit_code == 0, first.output
+    assert first.stdout.startswith("def f(")
+    assert len(first.stdout.encode()) > len("def f(") + 4
+    assert first.stdout == again.stdout
+    assert lex("generate", model, "", "--max-new-tokens", 2, "--json").exit_code == 0
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("missing.txt", "missing.txt: no such file"),
+        ("empty.txt", "empty.txt is empty"),
+        ("latin.txt", "latin.txt is not UTF-8 text: byte 0xe9 at offset 2"),
+        ("bad.jsonl", "bad.jsonl, line 2: no field 'text'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_bad_texts(tmp_path: Path, model: Path, command: str, case: str, message: str) -> None:
+    contents = {"empty.txt": b"", "latin.txt": b"n\xc3\xe9", "bad.jsonl": b'{"text": "a"}\n{"txt": "b"}\n'}
+    contents["latin.txt"] = b"caf\xe9"[1:]
+    path = write(tmp_path / case, contents[case]) if case in contents else tmp_path / case
+    arguments = [model, path] if command == "evaluate" else [path, "--output", tmp_path / "out"]
+    result = lex(command, *arguments)
+    assert result.exit_code == 1
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+
+
+def test_bad_models_and_options(tmp_path: Path, model: Path, text: Path) -> None:
+    hollow = tmp_path / "hollow"
+    byte_tokenizer().save_pretrained(hollow)
+    tiny_model().config.save_pretrained(hollow)
+    other = tmp_path / "other"
+    tiny_model(vocab_size=70).save_pretrained(other)
+    byte_tokenizer().save_pretrained(other)
+    one = write(tmp_path / "one.txt", b"x")
+    out = ["--output", tmp_path / "out"]
+    cases = {
+        "searched for a causal language model (config.json, model.safetensors": ["evaluate", hollow, text],
+        "searched for a tokenizer": ["evaluate", tmp_path / "nothing", text],
+        "the model's vocabulary has 70 ids": ["evaluate", other, text],
+        "attention_pattern = 'local': it must be one of": ["evaluate", model, text, "--attention-pattern", "local"],
+        "protocol = 'best': it must be one of": ["evaluate", model, text, "--protocol", "best"],
+        "at least 2 are needed": ["evaluate", model, one, "--no-start-token"],
+        "training_length = 17: it must be even": ["train", text, *out, "--length", 17, *SMALL],
+        "--config depth=3: it must be NAME=VALUE with a field of LexConfig": ["train", text, *out, "-c", "depth=3"],
+        "hidden_act = 'swoosh'": ["train", text, *out, "-c", "hidden_act=swoosh"],
+        "all documents (1) together have 2 tokens": ["train", one, *out, "--length", 16, *SMALL],
+        "resume=True, but": ["train", text, *out, "--length", 16, "--resume", *SMALL],
+        "has a configuration of its own": ["train", text, *out, "--model", model, "-c", "hidden_size=3"],
+        "device = 'tpu9'": ["generate", model, "a", "--device", "tpu9"],
+        "exists and is not an earlier demo's": ["demo", "--output", tmp_path],
+    }
+    for message, arguments in cases.items():
+        result = lex(*arguments)
+        assert result.exit_code == 1, (message, result.output)
+        assert message in " ".join(result.stderr.split()), (message, result.stderr)
+        assert "Traceback" not in result.output
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_an_interrupted_training_can_be_loaded_and_resumed(tmp_path: Path, text: Path) -> None:
+    folder, sizes = tmp_path / "out", ["--length", "16", "--batch-size", "2", "--save-steps", "5", *SMALL]
+    command = [sys.executable, "-m", "lex_hf", "train", str(text), "--output", str(folder), *sizes]
+    process = subprocess.Popen([*command, "--steps", "100000"], stderr=subprocess.PIPE, text=True, env=os.environ)
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("checkpoint-*/trainer_state.json")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "resume=True" in errors
+    assert "Traceback" not in errors
+    last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
+    done = int(last.name.split("-")[1])
+    assert isinstance(AutoModelForCausalLM.from_pretrained(last), LexForCausalLM)
+    result = lex("train", text, "--output", folder, *sizes, "--steps", done + 2, "--resume", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["steps"] == done + 2
