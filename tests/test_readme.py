@@ -1,0 +1,59 @@
+"""README keeps its word: its code runs, and its table is the one on record."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import tiny_model
+
+from lex_hf.tokenization import byte_tokenizer
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def table_on_record() -> str:
+    """The demo's table in Markdown, from the results that a run of the demo left."""
+    curves = json.loads((ROOT / "notebooks/demo/results.json").read_text())["perplexity"]
+    rows = [["length", *curves], ["---:"] * (1 + len(curves))]
+    rows += [[length, *(f"{curve[length]:.3f}" for curve in curves.values())] for length in curves["xPos"]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_the_table_is_the_one_on_record() -> None:
+    begin, end = "<!-- table: notebooks/demo/results.json -->\n", "<!-- end of table -->"
+    table = README.split(begin)[1].split(end)[0].strip()
+    assert table == table_on_record()
+
+
+def test_the_record_shows_what_readme_says() -> None:
+    results = json.loads((ROOT / "notebooks/demo/results.json").read_text())
+    for system in ("xPos + BCA", "RoPE + BCA"):
+        values = list(results["perplexity"][system].values())
+        assert values == sorted(values, reverse=True)
+    for system, least in (("xPos", 1.05), ("RoPE", 3.0)):
+        curve = results["perplexity"][system]
+        assert curve["2048"] > least * curve["128"]
+    assert results["stream_tokens"] >= 50_000
+    assert results["generated_tokens"] == 2000
+    assert {*results["cache_bytes"].values()} == {results["generation_cache_bytes"]}
+
+
+def test_the_code_runs(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(blocks) == 4
+    model = tiny_model(vocab_size=257, bos_token_id=256, eos_token_id=256, pad_token_id=256)
+    model.save_pretrained(tmp_path / "demo_output/xpos")
+    byte_tokenizer().save_pretrained(tmp_path / "demo_output/xpos")
+    (tmp_path / "book.txt").write_text("In a hole in the ground there lived a test. " * 300)
+    (tmp_path / "readme.py").write_text("\n".join(blocks), encoding="utf-8")
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home")}
+    result = subprocess.run(
+        [sys.executable, "readme.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr
+    assert "13200 tokens read, 6720 bytes of cache" in result.stdout
+    assert (tmp_path / "my_model/model.safetensors").is_file()
