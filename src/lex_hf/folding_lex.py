@@ -38,6 +38,7 @@ class Rows:
         counts: Number of real tokens in each row.
         order: Column of the i-th real token of each row, then those of the padding, shape `(batch, sequence)`;
             `None` if every row already begins with its real tokens.
+        inverse: The inverse of `order`.
         document: Number of the document each token belongs to, shape `(batch, sequence)`; `None` if no row holds more
             than one.
         position: Position of each token in its document, same shape; `None` as above.
@@ -45,6 +46,7 @@ class Rows:
 
     counts: list[int]
     order: torch.Tensor | None = None
+    inverse: torch.Tensor | None = None
     document: torch.Tensor | None = None
     position: torch.Tensor | None = None
 
@@ -70,15 +72,14 @@ class Rows:
             real = attention_mask[:, -length:] != 0
             # A compiler must not look at values: it always sorts, and knows no counts (they serve the cache only).
             if torch.compiler.is_compiling():
-                return cls([length] * batch, torch.argsort(~real, dim=1, stable=True))
+                return cls([length] * batch, *_real_first(real))
             if not real.all():
-                aligned = bool((real[:, 1:] <= real[:, :-1]).all())
-                order = None if aligned else torch.argsort(~real, dim=1, stable=True)
-                return cls(real.sum(dim=1).tolist(), order)
+                counts = real.sum(dim=1).tolist()
+                return cls(counts) if (real[:, 1:] <= real[:, :-1]).all() else cls(counts, *_real_first(real))
         if position_ids is not None and length > 1:
             starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
             if torch.compiler.is_compiling() or starts.any():
-                return cls([length] * batch, None, *_documents(starts.expand(batch, -1)))
+                return cls([length] * batch, None, None, *_documents(starts.expand(batch, -1)))
         return cls([length] * batch)
 
     def align(self, states: torch.Tensor) -> torch.Tensor:
@@ -87,18 +88,21 @@ class Rows:
 
     def restore(self, states: torch.Tensor) -> torch.Tensor:
         """Undo [`Rows.align`]."""
-        if self.order is None:
-            return states
-        return states.take_along_dim(self.order.argsort(dim=1)[:, None, :, None], dim=2)
+        return states if self.inverse is None else states.take_along_dim(self.inverse[:, None, :, None], dim=2)
 
     def restore_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """Bring weights, `(batch, heads, sequence, slots)`, into the order of the columns; the last slots are new."""
-        if self.order is None:
+        if self.inverse is None:
             return weights
-        new = self.order.shape[1]
-        weights = self.restore(weights)
-        columns = weights[..., -new:].take_along_dim(self.order.argsort(dim=1)[:, None, None, :], dim=3)
+        new, weights = self.inverse.shape[1], self.restore(weights)
+        columns = weights[..., -new:].take_along_dim(self.inverse[:, None, None, :], dim=3)
         return torch.cat((weights[..., :-new], columns), dim=3)
+
+
+def _real_first(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The order of columns that puts real tokens first, and its inverse."""
+    order = torch.argsort(~real, dim=1, stable=True)
+    return order, order.argsort(dim=1)
 
 
 def _documents(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

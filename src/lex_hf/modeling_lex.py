@@ -220,7 +220,7 @@ class LexModel(LexPreTrainedModel):
                 another document begins, which sees nothing of the one before.
             inputs_embeds: Shape `(batch, sequence, hidden_size)`, in place of `input_ids`.
             past_key_values: A [`LexCache`]; the tokens continue the text it holds.
-            use_cache: Whether to return a cache; `config.use_cache` by default.
+            use_cache: Whether to return a cache; `config.use_cache` by default. Packed rows have none.
             kwargs: `output_hidden_states`, `output_attentions` (eager attention only; the weights have the shape
                 `(batch, heads, sequence, slots)`, where slots are the cached keys that are still visible, oldest
                 first, and then the new tokens), `return_dict`, and what the attention function takes.
