@@ -46,6 +46,17 @@ def test_pieces_of_any_size_give_the_same_logits(fields: dict[str, Any], pieces:
     torch.testing.assert_close(read_in_pieces(model, ids, pieces), expected, atol=1e-9, rtol=0)
 
 
+@pytest.mark.parametrize("fields", PATTERNS)
+def test_every_way_to_cut_a_text_in_three(fields: dict[str, Any]) -> None:
+    """Each border meets each slot: hypothesis would find some of these by luck only."""
+    model, ids = tiny_model(dtype=torch.float64, training_length=8, **fields), random_ids(1, 34)
+    expected = dense_logits(model, ids[0])[None]
+    for first in range(1, 14):
+        for second in range(1, 14):
+            logits = read_in_pieces(model, ids, [first, second, 34])
+            torch.testing.assert_close(logits, expected, atol=1e-9, rtol=0)
+
+
 @quick
 @given(fields=pattern_fields, pieces=cuts, data=st.data())
 def test_ragged_batches_read_in_pieces(fields: dict[str, Any], pieces: list[int], data: st.DataObject) -> None:
