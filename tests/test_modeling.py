@@ -28,6 +28,22 @@ ABLATIONS = (
     {"xpos_scale": "none"},
     {"rope_theta": 100.0, "xpos_gamma": 0.7, "xpos_scale_base": 5},
 )
+SCHEMES: tuple[dict[str, Any], ...] = (
+    {"position_embedding_type": "alibi"},
+    {"position_embedding_type": "alibi", "alibi_slopes": "geometric", "alibi_slope_shift": 2},
+    {"position_embedding_type": "alibi", "alibi_shared_slope": 3},
+    {"position_embedding_type": "t5", "t5_num_buckets": 8, "t5_max_distance": 20},
+    {"position_embedding_type": "kerple"},
+    {"position_embedding_type": "kerple", "kerple_variant": "power"},
+    {"position_embedding_type": "sandwich", "sandwich_dim": 16},
+    {"position_embedding_type": "sandwich", "sandwich_dim": 10, "sandwich_first_index": 0},
+    {"position_embedding_type": "smoothed_sandwich"},
+    {"position_embedding_type": "smoothed_sandwich", "smoothed_sandwich_fit": "points"},
+    {"position_embedding_type": "sinusoidal"},
+    {"position_embedding_type": "learned", "training_length": 100, "block_length": 7, "sliding_window": 14},
+    {"position_embedding_type": "none"},
+)
+scheme_fields = st.sampled_from(SCHEMES)
 pattern_fields = st.sampled_from(PATTERNS)
 implementations = st.sampled_from(["eager", "sdpa"])
 quick = hypothesis_settings(max_examples=25)
@@ -47,7 +63,7 @@ def padded(texts: list[torch.Tensor], places: list[torch.Tensor]) -> tuple[torch
     return ids, mask
 
 
-@pytest.mark.parametrize("fields", PATTERNS + ABLATIONS)
+@pytest.mark.parametrize("fields", PATTERNS + ABLATIONS + SCHEMES)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_logits_match_the_dense_reference(fields: dict[str, Any], attention: str) -> None:
     model = tiny_model(dtype=torch.float64, attn_implementation=attention, **fields)
@@ -61,7 +77,7 @@ def test_logits_match_the_dense_reference(fields: dict[str, Any], attention: str
 
 
 def test_the_reference_tells_patterns_and_schemes_apart() -> None:
-    variants = [tiny_model(dtype=torch.float64, **fields) for fields in (*PATTERNS, *ABLATIONS)]
+    variants = [tiny_model(dtype=torch.float64, **fields) for fields in (*PATTERNS, *ABLATIONS, *SCHEMES)]
     logits = [dense_logits(model, random_ids(50))[-1] for model in variants]
     same = [(i, j) for i in range(len(logits)) for j in range(i) if (logits[i] - logits[j]).abs().max() < 1e-3]
     assert same == [(9, 6)]  # xPos with ζ = 1 is RoPE
@@ -202,12 +218,10 @@ def test_no_tensor_grows_with_the_square_of_the_length(attention: str, layout: s
 def test_evaluating_first_does_not_prevent_training() -> None:
     model, ids = tiny_model(), random_ids(1, 40)
     with torch.inference_mode():
-        cache = model(ids).past_key_values
-        with_cache = model(ids[:, :5], past_key_values=cache).logits
+        cache, expected = model(ids[:, :20]).past_key_values, model(ids).logits[:, 20:]
     model(ids, labels=ids, use_cache=False).loss.backward()
-    with torch.no_grad():  # a text begun in inference mode can be continued outside of it
-        cache = model(ids).past_key_values
-        torch.testing.assert_close(model(ids[:, :5], past_key_values=cache).logits, with_cache)
+    with torch.no_grad():  # and a text begun in inference mode can be continued outside of it
+        torch.testing.assert_close(model(ids[:, 20:], past_key_values=cache).logits, expected)
 
 
 def test_a_forward_pass_that_caches_can_still_be_trained() -> None:
@@ -226,12 +240,22 @@ def test_a_forward_pass_that_caches_can_still_be_trained() -> None:
                 torch.testing.assert_close(parameter.grad, expected[name], msg=name)
 
 
-def test_dropout_acts_in_training_only() -> None:
-    model, ids = tiny_model(hidden_dropout=0.5, attention_dropout=0.5), random_ids(1, 30)
+@pytest.mark.parametrize("fields", [{"hidden_dropout": 0.5}, {"attention_dropout": 0.5}])
+def test_dropout_acts_in_training_only(fields: dict[str, Any]) -> None:
+    model, ids = tiny_model(**fields), random_ids(1, 30)
     with torch.no_grad():
         assert torch.equal(model(ids).logits, model(ids).logits)
         model.train()
         assert not torch.equal(model(ids).logits, model(ids).logits)
+
+
+def test_dropout_follows_the_embedding_the_attention_and_the_feed_forward_layer() -> None:
+    model, calls = tiny_model(hidden_dropout=0.5).train(), []
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.register_forward_hook(lambda *_, name=name: calls.append(name))
+    model(random_ids(1, 30))
+    assert calls == ["model.dropout", *(f"model.layers.{i}.dropout" for i in (0, 0, 1, 1))]
 
 
 BAD_INPUT = {

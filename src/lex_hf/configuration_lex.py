@@ -18,8 +18,6 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 ATTENTION_PATTERNS = ("blockwise", "sliding", "full")
-POSITION_EMBEDDING_TYPES = ("xpos", "rope")
-XPOS_SCALES = ("vector", "scalar", "none")
 
 
 @strict
@@ -51,12 +49,23 @@ class LexConfig(PreTrainedConfig):
         block_length: `h`, the length of a block; `None` means `training_length // 2`.
         sliding_window: Width of the sliding window in tokens, the query's own included; `None` means
             `training_length`.
-        position_embedding_type: `"xpos"` or `"rope"` (xPos with ζ = 1).
+        position_embedding_type: `"xpos"`, `"rope"` (xPos with ζ = 1), `"alibi"`, `"t5"`, `"kerple"`, `"sandwich"`,
+            `"smoothed_sandwich"`, `"sinusoidal"`, `"learned"` (a table of `training_length` positions; longer texts
+            are an error) or `"none"`. Their classes, in `positions_lex.py`, give formulas and sources.
         rope_theta: Base of the rotation frequencies θ_i = rope_theta^(-2i/d).
         xpos_gamma: γ of ζ_i = (2i/d + γ)/(1 + γ).
         xpos_scale_base: B; a distance of B tokens scales pair i by ζ_i (512 in the paper, `training_length / 2`).
         xpos_rotation: Whether xPos rotates; `False` is the paper's ablation θ = 0.
         xpos_scale: `"vector"` (one ζ_i per pair), `"scalar"` (the ablation ζ = γ/(1 + γ) for all) or `"none"` (ζ = 1).
+        alibi_slopes: `"official"` (the rule of ALiBi's code for any number of heads) or `"geometric"` (2^(-8n/H)).
+        alibi_slope_shift: Δ, added to the exponents of all slopes: 2^-(h + Δ).
+        alibi_shared_slope: h, if all heads shall have the slope 2^-h; `None` for a slope of each.
+        t5_num_buckets: Number of buckets of distances; even.
+        t5_max_distance: Distance from which on all share the last bucket.
+        kerple_variant: `"log"` or `"power"`.
+        sandwich_dim: d̄, twice the number of cosines; even.
+        sandwich_first_index: First index of the sum of cosines, 1 (as printed) or 0.
+        smoothed_sandwich_fit: `"printed"` (the paper's curve) or `"points"` (fitted to 50 distances).
 
     Raises:
         huggingface_hub.errors.StrictDataclassError: If a field has the wrong type, or an impossible value; the
@@ -107,6 +116,15 @@ class LexConfig(PreTrainedConfig):
     xpos_scale_base: float | int = 512
     xpos_rotation: bool = True
     xpos_scale: str = "vector"
+    alibi_slopes: str = "official"
+    alibi_slope_shift: float | int = 0
+    alibi_shared_slope: float | int | None = None
+    t5_num_buckets: int = 32
+    t5_max_distance: int = 128
+    kerple_variant: str = "log"
+    sandwich_dim: int = 128
+    sandwich_first_index: int = 1
+    smoothed_sandwich_fit: str = "printed"
 
     def __post_init__(self, **kwargs: Any) -> None:
         # A misspelt option must not be lost in silence; what transformers itself stores in config.json is known.
@@ -157,11 +175,11 @@ class LexConfig(PreTrainedConfig):
             "num_attention_heads",
             "intermediate_size",
         ):
-            _require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
-        _require(self.hidden_act in ACT2FN, "hidden_act", self.hidden_act, f"must be one of {sorted(ACT2FN)}")
+            require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        require(self.hidden_act in ACT2FN, "hidden_act", self.hidden_act, f"must be one of {sorted(ACT2FN)}")
         for name in ("hidden_dropout", "attention_dropout"):
-            _require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must lie in [0, 1)")
-        _require(
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must lie in [0, 1)")
+        require(
             self.hidden_size % self.num_attention_heads == 0,
             "hidden_size",
             self.hidden_size,
@@ -171,17 +189,17 @@ class LexConfig(PreTrainedConfig):
     def validate_attention(self) -> None:
         """Check the attention pattern and the lengths it rests on."""
         length = self.training_length
-        _require(length >= 2 and length % 2 == 0, "training_length", length, "must be even and at least 2")
+        require(length >= 2 and length % 2 == 0, "training_length", length, "must be even and at least 2")
         patterns = [self.attention_pattern] if isinstance(self.attention_pattern, str) else self.attention_pattern
         for pattern in patterns:
-            _require(
+            require(
                 pattern in ATTENTION_PATTERNS,
                 "attention_pattern",
                 pattern,
                 f"must be one of {ATTENTION_PATTERNS}",
             )
         if not isinstance(self.attention_pattern, str):
-            _require(
+            require(
                 len(patterns) >= self.num_hidden_layers,
                 "attention_pattern",
                 patterns,
@@ -189,27 +207,15 @@ class LexConfig(PreTrainedConfig):
             )
         for name in ("block_length", "sliding_window"):
             value = getattr(self, name)
-            _require(value is None or value >= 1, name, value, "must be at least 1, or None for the default")
+            require(value is None or value >= 1, name, value, "must be at least 1, or None for the default")
 
     def validate_positions(self) -> None:
         """Check the position scheme and its parameters."""
-        scheme = self.position_embedding_type
-        _require(
-            scheme in POSITION_EMBEDDING_TYPES,
-            "position_embedding_type",
-            scheme,
-            f"must be one of {POSITION_EMBEDDING_TYPES}",
-        )
-        _require(self.xpos_scale in XPOS_SCALES, "xpos_scale", self.xpos_scale, f"must be one of {XPOS_SCALES}")
-        for name in ("rope_theta", "xpos_gamma", "xpos_scale_base"):
-            _require(getattr(self, name) > 0, name, getattr(self, name), "must be positive")
-        _require(
-            self.head_dim % 2 == 0,
-            "hidden_size",
-            self.hidden_size,
-            f"gives {self.num_attention_heads} heads of {self.head_dim}, and {scheme} rotates pairs: the width of a "
-            "head must be even",
-        )
+        from .positions_lex import SCHEMES  # not at the top: the schemes are made from a config
+
+        name, known = self.position_embedding_type, tuple(SCHEMES)
+        require(name in known, "position_embedding_type", name, f"must be one of {known}")
+        SCHEMES[name].validate(self)
 
 
 # Keys that transformers keeps in config.json beside the declared fields.
@@ -229,6 +235,7 @@ _FOREIGN_FIELDS = frozenset(
 )
 
 
-def _require(holds: bool, field: str, value: object, rule: str) -> None:
+def require(holds: bool, field: str, value: object, rule: str) -> None:
+    """Raise a ValueError that names a field, its value and the rule it breaks, unless the rule holds."""
     if not holds:
         raise ValueError(f"{field} = {value!r}: it {rule}.")

@@ -82,6 +82,21 @@ class Rows:
                 return cls([length] * batch, None, None, *_documents(starts.expand(batch, -1)))
         return cls([length] * batch)
 
+    def positions(self, lengths: list[int], length: int, device: torch.device) -> torch.Tensor:
+        """Return the position of each token in its own text, shape `(batch, length)`; padding repeats another's.
+
+        Args:
+            lengths: Number of tokens that each row has read before; empty for none.
+            length: Number of columns.
+            device: Where to put the result.
+        """
+        if self.position is not None:
+            return self.position
+        rank = torch.arange(length, device=device) if self.inverse is None else self.inverse
+        last = torch.tensor([max(count - 1, 0) for count in self.counts], device=device)[:, None]
+        before = torch.tensor(lengths or [0] * len(self.counts), device=device)[:, None]
+        return before + torch.minimum(rank, last)
+
     def align(self, states: torch.Tensor) -> torch.Tensor:
         """Bring the real tokens of each row to its front, `(batch, heads, sequence, head_dim)`."""
         return states if self.order is None else states.take_along_dim(self.order[:, None, :, None], dim=2)
@@ -166,11 +181,13 @@ class Fold:
     scheme: PositionScheme
     implementation: str
 
-    def mask(
-        self, seen: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor, like: torch.Tensor
-    ) -> torch.Tensor | None:
-        """The mask for queries and keys in these slots, `seen` telling which keys a query sees."""
-        return attention_mask(seen, self.scheme.bias(query, key), self.implementation, like.dtype)
+    def bias(self, query: torch.Tensor, key: torch.Tensor, num_slots: int, like: torch.Tensor) -> torch.Tensor | None:
+        """The position bias between these slots, all less than `num_slots`."""
+        return self.scheme.bias(query, key, num_slots, torch.promote_types(like.dtype, torch.float32))
+
+    def mask(self, seen: torch.Tensor | None, bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
+        """What the attention function takes for the keys seen and the position bias."""
+        return attention_mask(seen, bias, self.implementation, like.dtype)
 
     def plan(self, rows: Rows, fills: list[int], length: int, like: torch.Tensor) -> AttentionPlan:
         """Plan a forward pass.
@@ -329,21 +346,22 @@ def _uniform_masks(
 ) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], bool]:
     """Masks of head, blocks and tail, and whether the head is plain causal attention without one."""
     fill, head, blocks, tail = parts
-    slots = torch.arange(2 * (block or 0) if blocks or tail else fill + head, device=like.device)
+    num_slots = max(fill + head, 2 * (block or 0)) if blocks or tail else fill + head
+    slots = torch.arange(num_slots, device=like.device)
     query, key = slots[fill : fill + head], slots[first_key : fill + head]
-    biased = fold.scheme.bias(slots[:1], slots[:1]) is not None
-    single = fold.pattern != "sliding" or fold.block is None or fill + head <= fold.block
-    plain = fill == 0 and single and rows.document is None and not biased
+    bias = fold.bias(query, key, num_slots, like)
+    whole = fold.pattern != "sliding" or fold.block is None or fill + head <= fold.block
+    plain = fill == 0 and whole and rows.document is None and bias is None
     causal = plain and head > 1 and fold.implementation == "sdpa"
     seen = None if causal or head == 1 else _seen(fold, rows, query, key, slice(fill, fill + head))
-    masks = [None if causal else fold.mask(seen, query, key, like), None, None]
-    if block is not None:
-        for part, (size, count) in enumerate(((block, blocks), (tail, 1)), start=1):
-            if size and count:
-                start = fill + head if part == 1 else fill + head + blocks * block
-                columns = (start, size, count, block)
-                query, key = slots[block : block + size], slots[: block + size]
-                masks[part] = fold.mask(_seen_folded(fold, rows, query, key, columns), query, key, like)
+    masks = [None if causal else fold.mask(seen, bias, like), None, None]
+    start = fill + head
+    for part, (size, count) in enumerate(((block or 0, blocks), (tail, min(tail, 1))), start=1):
+        if block is not None and count:
+            query, key = slots[block : block + size], slots[: block + size]
+            seen = _seen_folded(fold, rows, query, key, (start, size, count, block))
+            masks[part] = fold.mask(seen, fold.bias(query, key, num_slots, like), like)
+            start += size * count
     return (masks[0], masks[1], masks[2]), causal
 
 
@@ -398,7 +416,7 @@ class RaggedStep:
         end = max(fills) + 1
         slots = torch.tensor(fills, device=like.device)
         query, key = slots[:, None], torch.arange(end, device=like.device)
-        mask = fold.mask(visible(fold.pattern, fold.block, query, key), query, key, like)
+        mask = fold.mask(visible(fold.pattern, fold.block, query, key), fold.bias(query, key, end, like), like)
         rotation = fold.scheme.rotation(query, end, fold.block, like)
         return cls(rows, slots, end, mask, rotation)
 

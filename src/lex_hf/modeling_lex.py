@@ -1,6 +1,7 @@
 """The LEX Transformer: GPT-medium's pre-LayerNorm decoder with xPos and blockwise causal attention."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,8 +18,8 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .cache_lex import LexCache, usable_cache
 from .configuration_lex import LexConfig
-from .folding_lex import AttentionPlan, Fold, Rows
-from .positions_lex import SCHEMES
+from .folding_lex import AttentionPlan, Fold, Rows, UniformPlan
+from .positions_lex import SCHEMES, PositionScheme
 
 logger = logging.get_logger(__name__)
 
@@ -156,8 +157,12 @@ class LexDecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
         self.dropout = nn.Dropout(config.hidden_dropout)
 
-    def forward(self, hidden_states: torch.Tensor, plan: AttentionPlan, **kwargs: Any) -> torch.Tensor:
-        """Map `(batch, sequence, hidden_size)` to the same shape."""
+    def forward(
+        self, hidden_states: torch.Tensor, *masks: torch.Tensor | None, plan: AttentionPlan, **kwargs: Any
+    ) -> torch.Tensor:
+        """Map `(batch, sequence, hidden_size)` to the same shape; `masks`, if given, are those of the plan."""
+        if masks and isinstance(plan, UniformPlan):
+            plan = replace(plan, masks=masks)
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), plan, **kwargs)
         hidden_states = hidden_states + self.dropout(attended)
         transformed = self.mlp(self.post_attention_layernorm(hidden_states))
@@ -176,6 +181,13 @@ class LexPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_attention_backend = True
     _can_record_outputs = {"hidden_states": LexDecoderLayer, "attentions": LexAttention}  # noqa: RUF012
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        """Initialise one module."""
+        super()._init_weights(module)
+        if isinstance(module, PositionScheme):
+            module.reset_parameters()
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Save weights, configuration, and the code that loading without lex_hf needs."""
@@ -217,7 +229,8 @@ class LexModel(LexPreTrainedModel):
             attention_mask: 1 for real tokens and 0 for padding, wherever it stands; shape `(batch, sequence)`, or
                 with a cache `(batch, tokens read + sequence)`. A row gives what it would give alone.
             position_ids: Shape `(batch or 1, sequence)`. Needed only for packed rows: where they do not go up by one,
-                another document begins, which sees nothing of the one before.
+                another document begins, which sees nothing of the one before. Where they start matters to sinusoidal
+                and learned positions alone; blocks are always counted from the first token of a text.
             inputs_embeds: Shape `(batch, sequence, hidden_size)`, in place of `input_ids`.
             past_key_values: A [`LexCache`]; the tokens continue the text it holds.
             use_cache: Whether to return a cache; `config.use_cache` by default. Packed rows have none.
@@ -240,10 +253,18 @@ class LexModel(LexPreTrainedModel):
             cache = LexCache(self.config)
         if cache is None and min(rows.counts) == 0:
             raise ValueError(f"Row {rows.counts.index(0)} of attention_mask has no 1: a row needs at least one token.")
+        if self.positions.adds_to_embeddings:
+            inputs_embeds = self.positions.embed(
+                inputs_embeds, self._positions(rows, cache, position_ids, inputs_embeds)
+            )
         plans = self._plans(rows, cache, inputs_embeds)
         hidden_states = self.dropout(inputs_embeds)
         for layer, pattern in zip(self.layers, self.config.layer_patterns, strict=False):
-            hidden_states = layer(hidden_states, plans[pattern], past_key_values=cache, **kwargs)
+            plan = plans[pattern]
+            # Re-entrant checkpointing only sees gradients of arguments that are tensors; learned biases have some.
+            checkpointed = self.training and self.gradient_checkpointing
+            masks = plan.masks if checkpointed and isinstance(plan, UniformPlan) else ()
+            hidden_states = layer(hidden_states, *masks, plan=plan, past_key_values=cache, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=cache)
 
     def _embed(self, input_ids: torch.Tensor | None, inputs_embeds: torch.Tensor | None) -> torch.Tensor:
@@ -265,6 +286,15 @@ class LexModel(LexPreTrainedModel):
                     f"{self.embed_tokens.num_embeddings - 1}. Does the tokenizer belong to this model?"
                 )
         return self.embed_tokens(input_ids)
+
+    def _positions(
+        self, rows: Rows, cache: Cache | None, position_ids: torch.Tensor | None, like: torch.Tensor
+    ) -> torch.Tensor:
+        """Absolute positions, for schemes that know them: those given, or counted from a text's first token."""
+        if position_ids is not None:
+            return position_ids
+        lengths = [] if cache is None else cache.layers[0].lengths
+        return rows.positions(lengths, like.shape[1], like.device)
 
     def _plans(self, rows: Rows, cache: Cache | None, like: torch.Tensor) -> dict[str, AttentionPlan]:
         """Plan this forward pass, once for each attention pattern in use."""
@@ -288,11 +318,13 @@ class LexModel(LexPreTrainedModel):
         Returns:
             Shape `(heads, query, key)`; zeros for schemes that do not act on scores.
         """
-        bias = self.positions.bias(query_positions, key_positions)
+        num_positions = int(max(query_positions.max(), key_positions.max())) + 1
+        dtype = torch.promote_types(self.embed_tokens.weight.dtype, torch.float32)
+        bias = self.positions.bias(query_positions, key_positions, num_positions, dtype)
         if bias is not None:
             return bias
         shape = (self.config.num_attention_heads, len(query_positions), len(key_positions))
-        return torch.zeros(shape, device=query_positions.device)
+        return torch.zeros(shape, dtype=dtype, device=query_positions.device)
 
 
 def _check_mask(attention_mask: torch.Tensor | None, batch: int, length: int, cache: Cache | None) -> None:
