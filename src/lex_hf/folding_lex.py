@@ -229,7 +229,7 @@ class UniformPlan:
     blocks: int
     tail: int
     first_key: int
-    masks: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+    masks: tuple[torch.Tensor | None, ...]
     causal: bool
     rotation: Rotation | None
 
