@@ -127,6 +127,20 @@ def test_bytes_are_the_same_after_ten_and_after_a_thousand_blocks(fields: dict[s
     assert cache.nbytes() == 2 * 2 * 2 * 14 * 30 * 4
 
 
+def test_a_hybrid_says_what_each_layer_costs() -> None:
+    model = tiny_model(attention_pattern=["blockwise", "full"], position_embedding_type="rope")
+    cache, sizes = LexCache(model.config), []
+    for length in (100, 1000):
+        with torch.no_grad():
+            model(random_ids(1, length), past_key_values=cache)
+        sizes.append(cache.nbytes_by_layer())
+    (blockwise, grown), (still_blockwise, grown_more) = sizes
+    assert blockwise == still_blockwise == 2 * 14 * 30 * 4
+    assert 2 * 100 * 30 * 4 <= grown <= 2 * 2 * 100 * 30 * 4
+    assert 2 * 1100 * 30 * 4 <= grown_more <= 2 * 2 * 1100 * 30 * 4
+    assert cache.nbytes() == still_blockwise + grown_more
+
+
 def test_the_cache_holds_no_view_of_a_long_prompt() -> None:
     model = tiny_model()
     with torch.no_grad():

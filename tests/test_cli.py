@@ -178,3 +178,12 @@ def test_an_interrupted_training_can_be_loaded_and_resumed(tmp_path: Path, text:
     result = lex("train", text, "--output", folder, *sizes, "--steps", done + 2, "--resume", "--json")
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["steps"] == done + 2
+
+
+def test_check_reports_what_holds(model: Path) -> None:
+    result = lex("check", model, "--text", "some words, and some more of them")
+    assert result.exit_code == 0, result.output
+    assert "knows order" in result.output
+    assert "not: positions are relative" not in result.output
+    numbers = json.loads(lex("check", model, "--json", "--shift", 3).stdout)
+    assert numbers["left_padding"] <= numbers["tolerance"] < numbers["order_variance"]

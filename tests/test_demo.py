@@ -8,16 +8,16 @@ import pytest
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from lex_hf import LexForCausalLM, demo
+from lex_hf import LexForCausalLM, demo, tiny
 
 
 def test_the_demo_never_tests_on_what_it_trained_on() -> None:
-    corpus = demo.standard_library()
+    corpus = tiny.standard_library()
     held_back = {*corpus.test, corpus.long}
     assert not held_back & set(corpus.train)
     assert len(corpus.test) >= 4
     assert corpus.long.stat().st_size >= 50_000
-    assert min(path.stat().st_size for path in corpus.test) >= 16 * demo.TRAINING_LENGTH
+    assert min(path.stat().st_size for path in corpus.test) >= 16 * tiny.TRAINING_LENGTH
     assert not [path for path in corpus.train if "site-packages" in path.parts]
 
 
@@ -25,7 +25,7 @@ def test_the_demo_trains_evaluates_streams_and_generates(tmp_path: Path, monkeyp
     files = [tmp_path / f"{index}.py" for index in range(4)]
     for index, file in enumerate(files):
         file.write_text(f"value_{index} = {index}\n" * 100)
-    corpus = demo.Corpus(train=files[:2], test=[files[2]], long=files[3])
+    corpus = tiny.Corpus(train=files[:2], test=[files[2]], long=files[3])
     monkeypatch.setattr(demo, "standard_library", lambda: corpus)
     monkeypatch.setattr(demo, "LENGTHS", (32, 256))
     monkeypatch.setattr("evaluate.config.HF_MODULES_CACHE", tmp_path / "modules")

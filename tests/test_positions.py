@@ -250,6 +250,21 @@ def test_learned_positions_end_with_an_error() -> None:
         model.generate(random_ids(1, 10), max_new_tokens=10, do_sample=False)
 
 
+@pytest.mark.parametrize("scheme", [{"position_embedding_type": "alibi"}, {"position_embedding_type": "sandwich"}])
+def test_a_window_larger_than_the_training_length_serves_a_model_trained_with_full_attention(
+    tmp_path: Path, scheme: dict[str, Any]
+) -> None:
+    """The efficient inference of the Sandwich paper, Appendix B: the same weights, a cache of w tokens."""
+    tiny_model(attention_pattern="full", dtype=torch.float64, **scheme).save_pretrained(tmp_path)
+    full = AutoModelForCausalLM.from_pretrained(tmp_path)
+    windowed = AutoModelForCausalLM.from_pretrained(tmp_path, attention_pattern="sliding", sliding_window=40)
+    ids = random_ids(1, 60)
+    with torch.no_grad():
+        expected, logits = full(ids).logits, read_in_pieces(windowed, ids, [50] + [1] * 10)
+    torch.testing.assert_close(logits[:, :40], expected[:, :40], atol=1e-9, rtol=0)
+    assert (logits[:, 40:] - expected[:, 40:]).abs().max() > 1e-3
+
+
 BAD_FIELDS = [
     ({"alibi_slopes": "steep"}, "alibi", "alibi_slopes = 'steep': it must be one of"),
     ({"t5_num_buckets": 7}, "t5", "t5_num_buckets = 7: it must be even"),

@@ -9,12 +9,22 @@ from importlib import resources
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .cache_lex import LexCache
+from .checks import PositionCheck, check_positions
 from .configuration_lex import LexConfig
 from .modeling_lex import LexForCausalLM, LexModel
 from .torchscale import from_torchscale
 
 __version__ = "0.1.0"
-__all__ = ["LexCache", "LexConfig", "LexForCausalLM", "LexModel", "from_torchscale", "metric_path"]
+__all__ = [
+    "LexCache",
+    "LexConfig",
+    "LexForCausalLM",
+    "LexModel",
+    "PositionCheck",
+    "check_positions",
+    "from_torchscale",
+    "metric_path",
+]
 
 AutoConfig.register("lex", LexConfig)
 AutoModel.register(LexConfig, LexModel)

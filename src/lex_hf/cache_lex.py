@@ -153,6 +153,11 @@ class LexCacheLayer(CacheLayerMixin):
         self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
         self.columns += columns
 
+    def nbytes(self) -> int:
+        """Return the bytes of the storage, counted from the tensors themselves."""
+        tensors = [tensor for tensor in (self.keys, self.values) if tensor is not None]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys the next `query_length` tokens meet, and how many are gone."""
         kept = max(self.fills, default=0)
@@ -238,9 +243,12 @@ class LexCache(Cache):
         super().__init__(layers=[LexCacheLayer(config.attention_span(name)) for name in config.layer_patterns])
 
     def nbytes(self) -> int:
-        """Return the bytes that the storages of all layers occupy, counted from the tensors themselves."""
-        tensors = [tensor for layer in self.layers for tensor in (layer.keys, layer.values) if tensor is not None]
-        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        """Return the bytes that all layers occupy."""
+        return sum(self.nbytes_by_layer())
+
+    def nbytes_by_layer(self) -> list[int]:
+        """Return the bytes that each layer occupies; only those of full attention grow with the text."""
+        return [layer.nbytes() for layer in self.layers]
 
 
 def usable_cache(cache: Cache | None, config: LexConfig) -> Cache | None:

@@ -48,6 +48,64 @@ def demo(
 
 
 @app.command()
+def extrapolation(
+    output: Annotated[Path, typer.Option(help="Folder for models, table, plot and JSON; used again if it exists.")],
+    scheme: Annotated[list[str] | None, typer.Option(help="A position scheme; all of them by default.")] = None,
+    seed: Annotated[list[int] | None, typer.Option(help="A seed; 0 and 1 by default.")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each model.")] = 1500,
+) -> None:
+    """Train a tiny model for each position scheme and compare them at up to 16 times the training length."""
+    from lex_hf import extrapolation as comparison
+    from lex_hf.positions_lex import SCHEMES
+
+    with _session() as console:
+        comparison.run(output, schemes=scheme or tuple(SCHEMES), seeds=seed or (0, 1), steps=steps, console=console)
+
+
+@app.command()
+def check(
+    model: Model,
+    text: Annotated[str | None, typer.Option(help="The text to try; by default one of 600 characters.")] = None,
+    shift: Annotated[int, typer.Option(min=1, help="Tokens of padding or text put in front or behind.")] = 7,
+    attention_pattern: Pattern = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Check order variance and translation invariance of a model (LEX paper, Eq. 1 and 2)."""
+    from lex_hf.checks import check_positions
+    from lex_hf.perplexity import load_for_evaluation
+
+    with _session(as_json) as console:
+        lex, words = load_for_evaluation(
+            model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **_pattern(attention_pattern)
+        )
+        sample = "A block sees itself and the one before. " * 15 if text is None else text
+        result = check_positions(lex, words(sample, return_tensors="pt")["input_ids"], shift=shift)
+    if as_json:
+        print(json.dumps(vars(result)))  # noqa: T201
+        return
+    table = Table(title=f"{model}: largest change of a logit")
+    table.add_column("when")
+    table.add_column("change", justify="right")
+    table.add_column("so")
+    shifted, longer = (
+        "refused" if value is None else f"{value:.2e}" for value in (result.shifted_positions, result.text_in_front)
+    )
+    for row in (
+        ("earlier tokens are permuted", f"{result.order_variance:.2e}", _says(result.is_order_variant, "knows order")),
+        (f"{shift} tokens of padding stand in front", f"{result.left_padding:.2e}", ""),
+        (f"{shift} tokens of padding stand behind", f"{result.right_padding:.2e}", ""),
+        ("", "", _says(result.ignores_padding, "padding changes nothing")),
+        (f"positions start at {shift}", shifted, _says(result.ignores_shifts, "positions are relative")),
+        (f"{shift} tokens of text stand in front", longer, "a longer context"),
+    ):
+        table.add_row(*row)
+    console.print(table)
+
+
+@app.command()
 def train(
     files: Files,
     output: Annotated[Path, typer.Option(help="Folder for checkpoints and the trained model.")],
@@ -203,6 +261,10 @@ def _prompt(text: str, tokenizer: Any) -> Any:
     if inputs["input_ids"].shape[1] == 0:
         raise ValueError("The prompt is empty, and the tokenizer has no start token: give at least one character.")
     return inputs
+
+
+def _says(holds: bool, what: str) -> str:
+    return what if holds else f"not: {what}"
 
 
 def _pattern(name: str | None) -> dict[str, str]:

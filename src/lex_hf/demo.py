@@ -6,14 +6,12 @@ evaluated on files they have never seen, at lengths up to 2048. Nothing is downl
 
 import json
 import shutil
-import sysconfig
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import datasets
 import evaluate
 import torch
 from rich.console import Console
@@ -21,22 +19,13 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 import lex_hf
-from lex_hf import LexCache, LexConfig, LexForCausalLM, plots
-from lex_hf.data import load_documents, pack
+from lex_hf import LexCache, plots
 from lex_hf.perplexity import compute_perplexity, load_for_evaluation
-from lex_hf.tokenization import byte_tokenizer
-from lex_hf.training import train, training_arguments
+from lex_hf.tiny import LENGTHS, TRAINING_LENGTH, Corpus, standard_library, tiny_config, train_tiny
 
-TRAINING_LENGTH = 128
-LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
 SCHEMES = {"xPos": "xpos", "RoPE": "rope"}
 PATTERNS = {"": "full", " + BCA": "blockwise"}
 RESULTS, PLOT = "results.json", "perplexity.png"
-
-# Parts of the standard library that are not ordinary code: tests, other people's packages, tables.
-_LEFT_OUT = {"encodings", "idlelib", "lib2to3", "site-packages", "dist-packages", "test", "tests", "turtledemo"}
-_LONG_FILE, _EVERY = 40_000, 4  # of the files of at least 40 000 bytes, every fourth is held back
-_BYTES_OF_A_TEST_FILE = 16_384
 
 
 @dataclass(frozen=True)
@@ -60,15 +49,6 @@ class DemoResult:
     generated_tokens: int
     generation_cache_bytes: int
     seconds: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Corpus:
-    """Files of the standard library: those to train on, those held back, and a long one, held back too."""
-
-    train: list[Path]
-    test: list[Path]
-    long: Path
 
 
 def run(folder: Path, *, steps: int = 1500, generate: int = 2000, console: Console | None = None) -> DemoResult:
@@ -106,71 +86,21 @@ def run(folder: Path, *, steps: int = 1500, generate: int = 2000, console: Conso
     return result
 
 
-def standard_library() -> Corpus:
-    """Split the sources of Python's standard library by file; what is held back is long."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        path
-        for path in sorted(root.rglob("*.py"))
-        if not _LEFT_OUT & set(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")
-    ]
-    top = [path for path in files if path.parent == root and path.stat().st_size >= _LONG_FILE]
-    longest = max(top, key=lambda path: path.stat().st_size)
-    test = [path for path in top[::_EVERY] if path != longest]
-    return Corpus([path for path in files if path not in (*test, longest)], test, longest)
-
-
 def _train_all(folder: Path, corpus: Corpus, steps: int, console: Console) -> None:
-    tokenizer = byte_tokenizer()
-    filled = [path for path in corpus.train if path.stat().st_size]
-    examples = pack(load_documents(filled), tokenizer, TRAINING_LENGTH)
+    examples = corpus.examples()
     console.print(
-        f"{len(filled)} files to train on, {len(examples)} examples of {TRAINING_LENGTH} bytes; "
+        f"{len(corpus.train)} files to train on, {len(examples)} examples of {TRAINING_LENGTH} bytes; "
         f"{len(corpus.test)} files and {corpus.long.name} are held back."
     )
     for name, scheme in SCHEMES.items():
-        losses = _train(scheme, folder / scheme, tokenizer, examples, steps)
+        losses = train_tiny(tiny_config(scheme), folder / scheme, examples, steps=steps).losses
         console.print(f"{name}: loss {losses[0][1]:.2f} → {losses[-1][1]:.2f} nats per byte in {steps} steps")
-
-
-def _train(
-    scheme: str, folder: Path, tokenizer: PreTrainedTokenizerBase, examples: datasets.Dataset, steps: int
-) -> list[tuple[int, float]]:
-    set_seed(0)
-    model = LexForCausalLM(demo_config(scheme))
-    arguments = training_arguments(
-        folder,
-        max_steps=steps,
-        per_device_train_batch_size=16,
-        learning_rate=2e-3,
-        warmup_steps=max(1, steps // 15),
-        logging_steps=max(1, steps // 15),
-        save_strategy="no",
-    )
-    return train(model, tokenizer, examples, arguments).losses
-
-
-def demo_config(scheme: str) -> LexConfig:
-    """The demo's model: bytes, 4 layers of 96, l = 128 and so B = 64."""
-    return LexConfig(
-        vocab_size=257,
-        hidden_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=384,
-        training_length=TRAINING_LENGTH,
-        position_embedding_type=scheme,
-        xpos_scale_base=TRAINING_LENGTH // 2,
-        bos_token_id=256,
-        eos_token_id=256,
-        pad_token_id=256,
-    )
 
 
 def _evaluate_all(folder: Path, corpus: Corpus, console: Console) -> dict[str, dict[int, float]]:
     """Perplexity of the beginnings of the held-back files, by system and length; the same bytes everywhere."""
     metric = evaluate.load(lex_hf.metric_path())
-    texts = [path.read_bytes()[:_BYTES_OF_A_TEST_FILE].decode(errors="ignore") for path in corpus.test]
+    texts = corpus.test_texts()
     table: dict[str, dict[int, float]] = {}
     for (name, scheme), (suffix, pattern) in ((s, p) for s in SCHEMES.items() for p in PATTERNS.items()):
         model, tokenizer = load_for_evaluation(str(folder / scheme), device="cpu", attention_pattern=pattern)

@@ -1,0 +1,59 @@
+"""The comparison of schemes, small: what is trained, reused, measured and written."""
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from conftest import tiny_model
+from huggingface_hub.errors import StrictDataclassError
+from rich.console import Console
+
+from lex_hf import extrapolation, tiny
+from lex_hf.perplexity import compute_perplexity
+from lex_hf.tokenization import byte_tokenizer
+
+
+def test_schemes_are_trained_once_and_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [tmp_path / f"{index}.py" for index in range(3)]
+    for index, file in enumerate(files):
+        file.write_text(f"value_{index} = {index}\n" * 100)
+    corpus = tiny.Corpus(train=files[:2], test=[files[2]], long=files[2])
+    monkeypatch.setattr(extrapolation, "standard_library", lambda: corpus)
+    monkeypatch.setattr(extrapolation, "LENGTHS", (64, 256))
+    folder, console = tmp_path / "output", Console(file=io.StringIO())
+    settings = {"schemes": ("alibi", "learned"), "seeds": (0, 1), "steps": 2, "console": console}
+    result = extrapolation.run(folder, **settings)
+    assert list(result.perplexity) == ["alibi", "alibi + BCA", "learned", "learned + BCA"]
+    assert {system: list(curve) for system, curve in result.perplexity.items()} == {
+        "alibi": [64, 256],
+        "alibi + BCA": [64, 256],
+        "learned": [64],
+        "learned + BCA": [64],
+    }
+    first, second = result.perplexity["alibi"][64]
+    assert first != second
+    row = result.markdown().splitlines()[4]
+    assert row.startswith("| learned |")
+    assert row.endswith("| error |")
+    written = json.loads((folder / "extrapolation.json").read_text())
+    assert written["perplexity"]["alibi"]["64"] == [first, second]
+    weights = folder / "alibi-2-steps-seed-1" / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    assert extrapolation.run(folder, **settings) == result
+    assert weights.stat().st_mtime_ns == before
+    assert (folder / "extrapolation.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_unknown_schemes_fail_before_anything_is_trained(tmp_path: Path) -> None:
+    with pytest.raises(StrictDataclassError, match="position_embedding_type = 'absolute'"):
+        extrapolation.run(tmp_path / "output", schemes=("alibi", "absolute"))
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_curve_is_the_chunked_perplexity_at_each_length() -> None:
+    model = tiny_model(vocab_size=257, position_embedding_type="learned", bos_token_id=256, pad_token_id=256)
+    texts, tokenizer = ["some text to read, long enough for two lengths"] * 3, byte_tokenizer()
+    curve = tiny.perplexity_by_length(model, tokenizer, texts, (7, 14, 15))
+    expected = {n: compute_perplexity(model, tokenizer, texts, length=n, progress=False).perplexity for n in (7, 14)}
+    assert curve == pytest.approx(expected, rel=1e-6)
