@@ -533,9 +533,12 @@ def _turn(query: torch.Tensor, key: torch.Tensor, rotation: Rotation | None) -> 
     """Turn queries and keys, `(batch, heads, sequence, head_dim)`."""
     if rotation is None:
         return query, key
-    factors = (rotation.query, rotation.key)
-    per_row = (table[:, None] if table.dim() == 4 else table for table in factors)
-    return rotate(query, next(per_row)), rotate(key, next(per_row))
+    return rotate(query, _for_heads(rotation.query)), rotate(key, _for_heads(rotation.key))
+
+
+def _for_heads(factors: torch.Tensor) -> torch.Tensor:
+    """Factors of each row get an axis for the heads."""
+    return factors[:, None] if factors.dim() == 4 else factors
 
 
 def _shift(rotation: Rotation | None) -> torch.Tensor | None:
