@@ -5,17 +5,20 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from conftest import tiny_model
 
+from lex_hf.extrapolation import Extrapolation
 from lex_hf.tokenization import byte_tokenizer
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def table_on_record() -> str:
+def demo_table() -> str:
     """The demo's table in Markdown, from the results that a run of the demo left."""
     curves = json.loads((ROOT / "notebooks/demo/results.json").read_text())["perplexity"]
     rows = [["length", *curves], ["---:"] * (1 + len(curves))]
@@ -23,10 +26,38 @@ def table_on_record() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def test_the_table_is_the_one_on_record() -> None:
-    begin, end = "<!-- table: notebooks/demo/results.json -->\n", "<!-- end of table -->"
-    table = README.split(begin)[1].split(end)[0].strip()
-    assert table == table_on_record()
+def comparison() -> Extrapolation:
+    """The comparison of schemes, from the results that its command left."""
+    record = json.loads((ROOT / "notebooks/demo/extrapolation.json").read_text())
+    curves = {
+        system: {int(length): values for length, values in curve.items()}
+        for system, curve in record["perplexity"].items()
+    }
+    return Extrapolation(record["steps"], record["seeds"], curves)
+
+
+@pytest.mark.parametrize(
+    ("record", "table"),
+    [("results.json", demo_table), ("extrapolation.json", lambda: comparison().markdown())],
+)
+def test_the_tables_are_those_on_record(record: str, table: Callable[[], str]) -> None:
+    begin, end = f"<!-- table: notebooks/demo/{record} -->\n", "<!-- end of table -->"
+    assert README.split(begin)[1].split(end)[0].strip() == table().strip()
+
+
+def test_the_schemes_behave_as_published() -> None:
+    means = comparison().means()
+    for system, curve in means.items():
+        scheme, is_blockwise = system.removesuffix(" + BCA"), system.endswith(" + BCA")
+        if scheme == "learned":
+            assert max(curve) == 128
+        elif is_blockwise and scheme in ("xpos", "rope"):
+            values = list(curve.values())
+            assert values == sorted(values, reverse=True), system
+        elif not is_blockwise and scheme in ("rope", "sinusoidal"):
+            assert curve[2048] > 1.5 * curve[128], system
+        elif scheme == "alibi":
+            assert curve[2048] < 1.02 * curve[128], system
 
 
 def test_the_record_shows_what_readme_says() -> None:
