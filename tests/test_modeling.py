@@ -202,8 +202,11 @@ class LargestTensor(TorchFunctionMode):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("layout", ["plain", "left-padded", "packed"])
 @pytest.mark.parametrize("pattern", ["blockwise", "sliding"])
-def test_no_tensor_grows_with_the_square_of_the_length(attention: str, layout: str, pattern: str) -> None:
-    model = tiny_model(attn_implementation=attention, attention_pattern=pattern, vocab_size=11, num_attention_heads=1)
+@pytest.mark.parametrize("scheme", ["xpos", "alibi", "t5", "sinusoidal"])
+def test_no_tensor_grows_with_the_square_of_the_length(attention: str, layout: str, pattern: str, scheme: str) -> None:
+    sizes_of_model = {"vocab_size": 11, "num_attention_heads": 1, "hidden_size": 10}
+    fields = {"attention_pattern": pattern, "position_embedding_type": scheme, **sizes_of_model}
+    model = tiny_model(attn_implementation=attention, **fields)
     sizes = []
     for length in (700, 2800):
         ids, largest = random_ids(1, length, vocab_size=11), LargestTensor()
