@@ -220,6 +220,68 @@ def test_crop_refuses_what_the_cache_no_longer_holds(read: int, removed: int, sp
         cache.crop(1)
 
 
+@pytest.mark.parametrize("fields", PATTERNS)
+def test_rollback_is_exact_across_the_borders_of_blocks(fields: dict[str, Any]) -> None:
+    """Read a draft of any length at any point, take back any part of it, read on: as if it had never been read."""
+    model, ids, draft = tiny_model(dtype=torch.float64, **fields), random_ids(1, 60), random_ids(1, 12, seed=9)
+    with torch.no_grad():
+        expected = model(ids).logits
+        for read in range(1, 40):
+            for length, removed in ((3, 3), (5, 2), (3, 1)):
+                cache = LexCache(model.config)
+                model(ids[:, :read], past_key_values=cache)
+                cache.activate_past_recording()
+                kept = length - removed
+                text = torch.cat((ids[:, read : read + kept], draft[:, :removed]), dim=1)
+                model(text, past_key_values=cache)
+                cache.crop(-removed)
+                assert cache.get_seq_length() == read + kept
+                rest = ids[:, read + kept :]
+                logits = [
+                    model(piece, past_key_values=cache).logits for piece in rest.split([1, 6, rest.shape[1] - 7], 1)
+                ]
+                torch.testing.assert_close(torch.cat(logits, dim=1), expected[:, read + kept :], atol=1e-9, rtol=0)
+
+
+def test_rollback_after_a_long_text_and_token_by_token() -> None:
+    model, ids = tiny_model(dtype=torch.float64), random_ids(2, 60)
+    with torch.no_grad():
+        expected = model(ids).logits
+        for read in range(15, 45):
+            for removed in range(8):
+                cache = LexCache(model.config)
+                cache.activate_past_recording()
+                model(ids[:, :read], past_key_values=cache)  # in one piece: many blocks at once
+                cache.crop(-removed)
+                logits = model(ids[:, read - removed :], past_key_values=cache).logits
+                torch.testing.assert_close(logits, expected[:, read - removed :], atol=1e-9, rtol=0)
+        for length in (1, 20):
+            cache = LexCache(model.config)
+            model(ids[:, :17], past_key_values=cache)
+            cache.activate_past_recording()
+            for piece in ids[:, 17:57].split(length, dim=1):
+                model(piece, past_key_values=cache)
+            cache.crop(-38)  # over five borders
+            logits = model(ids[:, 19:], past_key_values=cache).logits
+            torch.testing.assert_close(logits, expected[:, 19:], atol=1e-9, rtol=0)
+            # The 41 tokens read since, and the 5 before them in the block they continued.
+            with pytest.raises(ValueError, match=r"crop\(-50\).* at most 46 tokens"):
+                cache.crop(-50)
+
+
+def test_recording_keeps_the_end_of_a_long_text_only() -> None:
+    model, ids = tiny_model(dtype=torch.float64), random_ids(1, 2000)
+    with torch.no_grad():
+        expected = model(ids).logits
+        cache = LexCache(model.config)
+        cache.activate_past_recording()
+        model(ids, past_key_values=cache)
+        assert cache.nbytes() < 2 * 2 * 8 * 30 * (14 + 14 + 7 + 256 + 7)
+        cache.crop(-256)
+        logits = model(ids[:, 1744:], past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected[:, 1744:], atol=1e-9, rtol=0)
+
+
 def test_an_empty_dynamic_cache_becomes_a_lex_cache_in_place() -> None:
     model, ids = tiny_model(dtype=torch.float64), random_ids(1, 40)
     for cache in (DynamicCache(), DynamicCache(config=model.config)):

@@ -98,6 +98,18 @@ def test_a_ragged_batch_continues_the_conversation() -> None:
     assert torch.equal(continued.sequences, anew)
 
 
+@pytest.mark.parametrize("fields", PATTERNS)
+def test_guessing_ahead_changes_no_token(fields: dict[str, Any]) -> None:
+    """Prompt lookup and an assistant guess wrong most of the time; the cache is rolled back over many borders."""
+    model, prompt = tiny_model(dtype=torch.float64, **fields), random_ids(1, 9).repeat(1, 3)
+    assistant = tiny_model(dtype=torch.float64, seed=1, **fields)
+    settings = {"max_new_tokens": 60, "do_sample": False}
+    expected = model.generate(prompt, **settings)
+    assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **settings), expected)
+    for guesser in (assistant, model):
+        assert torch.equal(model.generate(prompt, assistant_model=guesser, **settings), expected)
+
+
 def test_generation_from_embeddings_and_with_a_cache_of_ones_own() -> None:
     model, prompt = tiny_model(dtype=torch.float64), random_ids(1, 16)
     settings = {"max_new_tokens": 20, "do_sample": False}

@@ -7,6 +7,7 @@ h tokens, and nothing is ever recomputed. Sliding attention is the same with blo
 attention is one block without an end, whose storage grows by doubling.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +15,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .configuration_lex import LexConfig
 from .positions_lex import rotate
+
+ROLLBACK = 256  # tokens that can be taken back over borders of blocks while the past is recorded
 
 
 def fill_of(end: int, block: int | None) -> int:
@@ -53,6 +56,9 @@ class LexCacheLayer(CacheLayerMixin):
         values: As `keys`.
         fills: Number of slots in use in each row; the next token goes to the next one.
         lengths: Number of real tokens each row has read, padding not counted.
+        record_past: Whether to remember what moves of blocks change, for [`LexCacheLayer.crop`].
+        past: If so, keys and values of the pair of blocks at the last crop and of all tokens since, as
+            [`LexCacheLayer.keep`] takes them.
     """
 
     is_compileable = False
@@ -63,6 +69,9 @@ class LexCacheLayer(CacheLayerMixin):
         self.fills: list[int] = []
         self.lengths: list[int] = []
         self.columns = 0
+        self.record_past = False
+        self.past: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.shift: torch.Tensor | None = None
 
     @property
     def is_sliding(self) -> bool:
@@ -135,16 +144,37 @@ class LexCacheLayer(CacheLayerMixin):
             ends: Number of slots that each row fills.
             shift: As for [`LexCacheLayer.make_room`].
         """
-        block = self.block
-        slots = self.keys.shape[2]
-        starts = [0 if block is None or end <= 2 * block else ((end - 1) // block - 1) * block for end in ends]
-        index = torch.tensor(starts, device=keys.device)[:, None] + torch.arange(slots, device=keys.device)
-        index = index.clamp(max=keys.shape[2] - 1)[:, None, :, None]
-        self.keys.copy_(keys.take_along_dim(index, dim=2))
-        self.values.copy_(values.take_along_dim(index, dim=2))
+        block = self.block or 0
+        starts = [0 if end <= 2 * block or not block else ((end - 1) // block - 1) * block for end in ends]
+        self.keys.copy_(self._pair(keys, starts, shift))
+        self.values.copy_(self._pair(values, starts, None))
+
+    def _pair(self, states: torch.Tensor, starts: list[int], shift: torch.Tensor | None) -> torch.Tensor:
+        """Take the pair of blocks that begins at slot `starts[b]` of each row."""
+        slots = torch.arange(self.keys.shape[2], device=states.device)
+        index = torch.tensor(starts, device=states.device)[:, None] + slots
+        pair = states.take_along_dim(index.clamp(max=states.shape[2] - 1)[:, None, :, None], dim=2)
         moved = [row for row, start in enumerate(starts) if start]
-        if moved and block is not None:
-            self.keys[moved, :, :block] = shifted(self.keys[moved, :, :block], shift)
+        if moved:
+            pair[moved, :, : self.block] = shifted(pair[moved, :, : self.block], shift)
+        return pair
+
+    def remember(self, keys: torch.Tensor, values: torch.Tensor, shift: torch.Tensor | None) -> None:
+        """Note new tokens of all rows, which continue at one slot, before they are written.
+
+        Of a long text only the end is kept: enough to take back `ROLLBACK` tokens.
+        """
+        if not self.record_past:
+            self.past = None
+            return
+        known = self.past or (self.keys[:, :, : self.fills[0]], self.values[:, :, : self.fills[0]])
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(known, (keys.detach(), values.detach()), strict=True))
+        block, self.shift = self.block or 0, shift
+        surplus = (keys.shape[2] - ROLLBACK - 2 * block) // block * block if block else 0
+        if surplus > 0:
+            keys, values = keys[:, :, surplus:].clone(), values[:, :, surplus:].clone()
+            keys[:, :, :block] = shifted(keys[:, :, :block], shift)
+        self.past = keys, values
 
     def advance(self, counts: list[int], columns: int) -> None:
         """Record that row b has read `counts[b]` more tokens, in `columns` columns of input."""
@@ -155,7 +185,7 @@ class LexCacheLayer(CacheLayerMixin):
 
     def nbytes(self) -> int:
         """Return the bytes of the storage, counted from the tensors themselves."""
-        tensors = [tensor for tensor in (self.keys, self.values) if tensor is not None]
+        tensors = [tensor for tensor in (self.keys, self.values, *(self.past or ())) if tensor is not None]
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -174,10 +204,18 @@ class LexCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything that was read; the storage is kept."""
         self.fills, self.lengths = [0] * len(self.fills), [0] * len(self.lengths)
-        self.columns = 0
+        self.columns, self.past = 0, None
+
+    def activate_past_recording(self) -> None:
+        """Remember what is read from now on, so that [`LexCacheLayer.crop`] can go back over borders of blocks."""
+        self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens of every row.
+        """Take back the last tokens of every row, exactly.
+
+        Within the block that is being filled any number can be taken back. To go back over borders of blocks,
+        [`LexCacheLayer.activate_past_recording`] must have been called before the tokens were read; it is enough for
+        all that was read since the last crop, at most `ROLLBACK` tokens.
 
         Raises:
             ValueError: If `tokens_to_remove` is positive, or the tokens reach back past the blocks that are kept.
@@ -185,17 +223,33 @@ class LexCacheLayer(CacheLayerMixin):
         removed = abs(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
-        # Rows that have dropped a block must keep the one before the block their next token falls into.
-        rows = zip(self.fills, self.lengths, strict=True)
-        spare = min((fill if fill == length else fill - (self.block or 0) for fill, length in rows), default=0)
-        if removed > spare:
-            raise ValueError(
-                f"crop({tokens_to_remove}): the block that these tokens followed is no longer in the cache, which can "
-                f"give back at most {spare} tokens now."
-            )
-        self.fills = [fill - removed for fill in self.fills]
+        if removed <= min((self._croppable(row) for row in range(len(self.fills))), default=0):
+            self.fills = [fill - removed for fill in self.fills]
+        else:
+            self._restore_past(removed)
         self.lengths = [length - removed for length in self.lengths]
         self.columns -= removed
+        self.past = None
+
+    def _croppable(self, row: int) -> int:
+        """Tokens a row can give back and still hold the block before the one its next token falls into."""
+        fill = self.fills[row]
+        return fill if fill == self.lengths[row] else fill - (self.block or 0)
+
+    def _restore_past(self, removed: int) -> None:
+        """Store the pair of blocks in which the remembered text ends without its last tokens."""
+        rows, known = range(len(self.fills)), 0 if self.past is None else self.past[0].shape[2]
+        # The first block that is remembered only serves as the one before, unless it is the first of the text.
+        spare = known if known == self.lengths[0] else known - (self.block or 0)
+        if self.past is None or removed > spare:
+            raise ValueError(
+                f"crop(-{removed}): the block that these tokens followed is no longer in the cache, which can give "
+                f"back at most {max(spare, *map(self._croppable, rows), 0)} tokens now. To be able to take back more, "
+                "call activate_past_recording() before reading them, with rows of one length."
+            )
+        ends = [known - removed for _ in rows]
+        self.keep(*self.past, ends, self.shift)
+        self.fills = [fill_of(end, self.block) for end in ends]
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let row b continue the text of row `beam_idx[b]`."""
@@ -205,8 +259,7 @@ class LexCacheLayer(CacheLayerMixin):
         """Keep the rows `indices`, in that order."""
         if not self.is_initialized:
             return
-        self.keys = self.keys[indices.to(self.keys.device)]
-        self.values = self.values[indices.to(self.values.device)]
+        self._map(lambda states: states[indices.to(states.device)])
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
         self.fills = [self.fills[row] for row in indices.tolist()]
@@ -216,10 +269,15 @@ class LexCacheLayer(CacheLayerMixin):
         """Repeat every row `repeats` times."""
         if not self.is_initialized:
             return
-        self.keys = self.keys.repeat_interleave(repeats, dim=0)
-        self.values = self.values.repeat_interleave(repeats, dim=0)
+        self._map(lambda states: states.repeat_interleave(repeats, dim=0))
         self.fills = [fill for fill in self.fills for _ in range(repeats)]
         self.lengths = [length for length in self.lengths for _ in range(repeats)]
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply a function of rows to all states."""
+        self.keys, self.values = function(self.keys), function(self.values)
+        if self.past is not None:
+            self.past = function(self.past[0]), function(self.past[1])
 
 
 class LexCache(Cache):

@@ -257,6 +257,7 @@ class UniformPlan:
         shift, end = _shift(self.rotation), self.fill + self.head
         layer.make_room(shift)
         layer.reserve(end)
+        layer.remember(key, value, shift)
         with torch.no_grad():
             layer.keys[:, :, self.fill : end] = key[:, :, : self.head]
             layer.values[:, :, self.fill : end] = value[:, :, : self.head]

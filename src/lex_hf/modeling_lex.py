@@ -437,9 +437,14 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
             generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
         )
         cache = model_kwargs.get("past_key_values")
-        if cache is not None:
-            given = getattr(cache, "_is_user_defined", False)
-            model_kwargs["past_key_values"] = usable_cache(cache, self.config) if given else LexCache(self.config)
+        if cache is None:
+            return
+        if getattr(cache, "_is_user_defined", False):
+            model_kwargs["past_key_values"] = usable_cache(cache, self.config)
+            return
+        model_kwargs["past_key_values"] = LexCache(self.config)
+        if generation_config.is_assistant:  # its guesses are taken back
+            model_kwargs["past_key_values"].activate_past_recording()
 
 
 AUTO_MAP = {
