@@ -310,6 +310,15 @@ def test_caches_of_others_are_refused(case: str) -> None:
         model(random_ids(1, 4), past_key_values=foreign_caches(model)[case])
 
 
+def test_a_cache_of_another_batch_size_is_refused() -> None:
+    model = tiny_model()
+    with torch.no_grad():
+        cache = model(random_ids(2, 5)).past_key_values
+        with pytest.raises(ValueError, match="holds 2 texts and the input has 3 rows"):
+            model(random_ids(3, 1), past_key_values=cache)
+    assert cache.get_seq_length() == 5
+
+
 def test_quantized_caches_are_refused() -> None:
     model = tiny_model()
     with pytest.raises(ValueError, match="cache_implementation='quantized' is not available"):

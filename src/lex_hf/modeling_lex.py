@@ -245,6 +245,7 @@ class LexModel(LexPreTrainedModel):
         inputs_embeds = self._embed(input_ids, inputs_embeds)
         batch, length, _ = inputs_embeds.shape
         cache = usable_cache(past_key_values, self.config)
+        _check_cache(cache, batch)
         _check_mask(attention_mask, batch, length, cache)
         rows = Rows.of(batch, length, attention_mask, position_ids)
         if rows.document is not None:
@@ -325,6 +326,12 @@ class LexModel(LexPreTrainedModel):
             return bias
         shape = (self.config.num_attention_heads, len(query_positions), len(key_positions))
         return torch.zeros(shape, dtype=dtype, device=query_positions.device)
+
+
+def _check_cache(cache: Cache | None, batch: int) -> None:
+    rows = batch if cache is None else len(cache.layers[0].fills or range(batch))
+    if rows != batch:
+        raise ValueError(f"past_key_values holds {rows} texts and the input has {batch} rows; they must be as many.")
 
 
 def _check_mask(attention_mask: torch.Tensor | None, batch: int, length: int, cache: Cache | None) -> None:
