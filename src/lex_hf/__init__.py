@@ -12,6 +12,8 @@ from .cache_lex import LexCache
 from .checks import PositionCheck, check_positions
 from .configuration_lex import LexConfig
 from .modeling_lex import LexForCausalLM, LexModel
+from .receptive_field import ReceptiveField, receptive_field, theoretical_receptive_field
+from .resolution import Resolution, attention_resolution, expected_attention, measure_resolution
 from .torchscale import from_torchscale
 
 __version__ = "0.1.0"
@@ -21,9 +23,16 @@ __all__ = [
     "LexForCausalLM",
     "LexModel",
     "PositionCheck",
+    "ReceptiveField",
+    "Resolution",
+    "attention_resolution",
     "check_positions",
+    "expected_attention",
     "from_torchscale",
+    "measure_resolution",
     "metric_path",
+    "receptive_field",
+    "theoretical_receptive_field",
 ]
 
 AutoConfig.register("lex", LexConfig)

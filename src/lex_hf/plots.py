@@ -1,12 +1,26 @@
 """Pictures of measurements; drawn without a display, readable in print and without colour vision."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+import torch
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from torch import Tensor
+
+from lex_hf.configuration_lex import ATTENTION_PATTERNS, LexConfig
+from lex_hf.masking_lex import visible
+
+if TYPE_CHECKING:
+    from lex_hf.receptive_field import ReceptiveField
+    from lex_hf.resolution import Resolution
 
 # Okabe and Ito's palette, which stays apart for colour-blind readers; markers and dashes for black and white.
 STYLES: tuple[dict[str, Any], ...] = (
@@ -17,23 +31,38 @@ STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#E69F00", "marker": "v", "linestyle": (0, (5, 1, 1, 1, 1, 1))},
     {"color": "#56B4E9", "marker": "P", "linestyle": (0, (8, 2))},
 )
+# A scale for ordered values that grows evenly in brightness, and so does in print.
+_ORDERED = "cividis"
+
+_Curve = TypeVar("_Curve")
 
 
-def perplexity_by_length(curves: Mapping[str, Mapping[int, float]], training_length: int, *, title: str) -> Figure:
+def perplexity_by_length(
+    curves: Mapping[str, Mapping[int, float]],
+    training_length: int,
+    *,
+    title: str,
+    intervals: Mapping[str, Mapping[int, tuple[float, float]]] | None = None,
+) -> Figure:
     """Draw perplexity against length, one curve for each system (LEX paper, Figure 1), on two scales.
 
     Args:
         curves: For each system, its perplexity at each length in tokens.
         training_length: `l`, marked by a line.
         title: What the texts are.
+        intervals: For some of the systems, the lower and upper end of an interval at lengths in tokens, drawn as a
+            band.
     """
     figure = Figure(figsize=(10, 4.3), layout="constrained")
     figure.suptitle(title)
     whole, close = figure.subplots(1, 2)
     for axes in (whole, close):
-        for (system, curve), style in zip(curves.items(), cycle(STYLES), strict=False):
+        for system, curve, style in _styled(curves):
             axes.plot(list(curve), list(curve.values()), label=system, markersize=5, **style)
-        axes.axvline(training_length, color="0.6", linewidth=1, zorder=0)
+            if intervals and system in intervals:
+                lower, upper = zip(*intervals[system].values(), strict=True)
+                axes.fill_between(list(intervals[system]), lower, upper, color=style["color"], alpha=0.2, linewidth=0)
+        axes.axvline(training_length, color="0.6", linewidth=1, zorder=1)
         lengths = sorted({length for curve in curves.values() for length in curve})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [str(length) for length in lengths])
@@ -43,18 +72,170 @@ def perplexity_by_length(curves: Mapping[str, Mapping[int, float]], training_len
     whole.yaxis.set_major_formatter("{x:g}")
     whole.yaxis.set_minor_formatter("{x:g}")
     whole.legend()
-    lowest = min(min(curve.values()) for curve in curves.values())
+    ends = [end for band in (intervals or {}).values() for end, _ in band.values()]
+    lowest = min([*ends, *(min(curve.values()) for curve in curves.values())])
     highest = max(curve[min(curve)] for curve in curves.values())
-    margin = 0.05 * (highest - lowest)
+    margin = 0.05 * ((highest - lowest) or lowest)
     close.set(ylim=(lowest - margin, highest + margin), title="the lower end, larger")
-    close.annotate(
-        f"training length {training_length}",
-        (training_length, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, -12),
-        textcoords="offset points",
-        color="0.35",
-    )
+    _mark_training_length(close, training_length)
+    return figure
+
+
+def attention_expectation(curves: Mapping[str, Tensor], *, title: str, training_length: int | None = None) -> Figure:
+    """Draw the expected attention score against distance, one curve for each system (LEX paper, Figure 2).
+
+    Args:
+        curves: For each system, s[n] at distances n = 0, 1, …, shape `(distances,)`.
+        title: What the curves are of.
+        training_length: `l`, marked by a line, if given.
+    """
+    figure, axes = _single(title)
+    _draw_by_distance(axes, curves)
+    axes.set(ylabel="Expected attention score s[n]")
+    if training_length is not None:
+        axes.axvline(training_length, color="0.6", linewidth=1, zorder=1)
+        _mark_training_length(axes, training_length)
+    _legend_below(figure)
+    return figure
+
+
+def resolution(result: "Resolution") -> Figure:
+    """Draw the score by distance and the attention resolution of each layer of one model.
+
+    Args:
+        result: What `measure_resolution` found.
+    """
+    figure = Figure(figsize=(10, 4.3), layout="constrained")
+    figure.suptitle(f"Attention resolution, texts of {result.length} tokens: mean over layers {result.mean:.3g}")
+    by_distance, by_layer = figure.subplots(1, 2)
+    numbers = range(1, len(result.curves) + 1)
+    scale = ScalarMappable(Normalize(1, max(2, len(result.curves))), _ORDERED)
+    shades = scale.to_rgba(np.array(numbers))
+    for shade, curve in zip(shades, result.curves, strict=True):
+        by_distance.plot(curve.numpy(), color=shade, linewidth=1)
+    by_distance.set(xlabel="Distance n (tokens)", ylabel="Mean attention score s[n]")
+    by_distance.grid(visible=True, color="0.92")
+    figure.colorbar(scale, ax=by_distance, label="Layer", ticks=_whole_numbers(len(numbers)))
+    by_layer.bar(numbers, result.by_layer, color=shades)
+    _layer_axis(by_layer, len(numbers))
+    return figure
+
+
+def resolution_by_layer(results: Mapping[str, "Resolution"], *, title: str) -> Figure:
+    """Draw the attention resolution of each layer, one line for each system, as with and without BCA.
+
+    Args:
+        results: For each system, what `measure_resolution` found.
+        title: What the texts are.
+    """
+    figure, axes = _single(title)
+    for system, result, style in _styled(results):
+        numbers = range(1, len(result.by_layer) + 1)
+        axes.plot(numbers, result.by_layer, label=f"{system} (mean {result.mean:.3g})", markersize=5, **style)
+    _layer_axis(axes, max(len(result.by_layer) for result in results.values()))
+    _legend_below(figure)
+    return figure
+
+
+def receptive_fields(fields: Mapping[str, "ReceptiveField"], *, title: str) -> Figure:
+    """Draw cumulative normalised gradients with their thresholds and ERFs (Sandwich paper, Figures 4 to 7 and 11).
+
+    Args:
+        fields: For each system, what `receptive_field` found.
+        title: What the texts are.
+    """
+    figure, axes = _single(title)
+    for system, field, style in _styled(fields):
+        tokens = range(1, len(field.cumulative) + 1)
+        line = style | {"marker": None}
+        axes.plot(tokens, field.cumulative.numpy(), label=f"{system}: ERF {field.erf} tokens", **line)
+        at_erf = field.cumulative[field.erf - 1].item()
+        axes.vlines(field.erf, 0, at_erf, color=style["color"], linewidth=1)
+        axes.plot(field.erf, at_erf, color=style["color"], marker=style["marker"], zorder=3)
+    for threshold in sorted({field.threshold for field in fields.values()}):
+        axes.axhline(threshold, color="0.4", linewidth=1, zorder=1, label=f"threshold {threshold:g}")
+    lengths = {field.training_length for field in fields.values() if field.training_length is not None}
+    for length in sorted(lengths):
+        axes.axvline(length, color="0.4", linewidth=1, zorder=1, linestyle=":", label=f"training length {length}")
+    axes.set(xlabel="Newest tokens of the text", ylabel="Share of the gradient", ylim=(0, 1.03))
+    axes.set_xlim(left=0)
+    _legend_below(figure)
+    return figure
+
+
+def bias_matrices(matrices: Mapping[str, Tensor], *, title: str) -> Figure:
+    """Draw what position schemes add to attention scores (Sandwich paper, Figure 8).
+
+    Args:
+        matrices: For each scheme, the bias of one head for queries and keys from the start of a text, shape
+            `(query, key)`, as `model.position_bias` gives it. Keys after their query are left out.
+        title: Which heads and settings they are of.
+    """
+    columns = min(4, len(matrices))
+    rows = -(-len(matrices) // columns)
+    figure = Figure(figsize=(3.6 * columns + 0.4, 3.2 * rows + 0.4), layout="constrained")
+    figure.suptitle(title)
+    for place, (scheme, matrix) in enumerate(matrices.items(), start=1):
+        axes = figure.add_subplot(rows, columns, place)
+        seen = visible("full", None, torch.arange(matrix.shape[0]), torch.arange(matrix.shape[1]))
+        image = axes.imshow(matrix.cpu().masked_fill(~seen, torch.nan).numpy(), cmap=_ORDERED, interpolation="nearest")
+        axes.set(title=scheme, xlabel="Key (position)", ylabel="Query (position)")
+        figure.colorbar(image, ax=axes, label="Added to the score", shrink=0.8)
+    return figure
+
+
+def bias_by_distance(biases: Mapping[str, Tensor], *, title: str, fit: bool = False) -> Figure:
+    """Draw what position schemes add to attention scores by distance (Sandwich paper, Figures 9 and 10).
+
+    Args:
+        biases: For each scheme, the bias of one head at distances 0, 1, …, shape `(distances,)`.
+        title: Which heads and settings they are of.
+        fit: Whether to draw the logarithmic curve nearest to each; see [`logarithmic_fit`].
+    """
+    figure, axes = _single(title)
+    _draw_by_distance(axes, biases)
+    for bias in biases.values() if fit else ():
+        slope, offset = logarithmic_fit(bias)
+        sign = "-" if offset < 0 else "+"
+        curve = slope * torch.arange(len(bias)).log1p() + offset
+        axes.plot(curve.numpy(), color="black", linewidth=1, label=f"{slope:.3f} log(1 + n) {sign} {abs(offset):.3f}")
+    axes.set(ylabel="Added to the attention score")
+    _legend_below(figure)
+    return figure
+
+
+def logarithmic_fit(bias: Tensor) -> tuple[float, float]:
+    """Return the a and c for which a · log(1 + n) + c is nearest to a bias (Sandwich paper, §6.3; least squares).
+
+    Args:
+        bias: Bias at distances n = 0, 1, …, shape `(distances,)`.
+    """
+    slope, offset = np.polyfit(np.log1p(np.arange(len(bias))), bias.cpu().double().numpy(), deg=1)
+    return float(slope), float(offset)
+
+
+def attention_patterns(config: LexConfig, length: int) -> Figure:
+    """Draw which keys each query sees under each attention pattern (LEX paper, Figure 3).
+
+    Args:
+        config: Its training length, block length and window are drawn.
+        length: Number of tokens of the text; up to a hundred can be told apart.
+    """
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure.suptitle(f"Which keys a query sees, training length {config.training_length}")
+    block, positions = config.attention_span("blockwise") or 1, torch.arange(length)
+    age = (positions[:, None] // block - positions // block).clamp(max=len(_AGES) - 1)
+    for axes, pattern in zip(figure.subplots(1, len(ATTENTION_PATTERNS)), ATTENTION_PATTERNS, strict=True):
+        span = config.attention_span(pattern)
+        seen = visible(pattern, span, positions, positions)
+        shades = ListedColormap(list(_AGES.values()))
+        shown = age.double().masked_fill(~seen, torch.nan).numpy()
+        axes.imshow(shown, cmap=shades, vmin=-0.5, vmax=len(_AGES) - 0.5, interpolation="nearest")
+        _grid_of_blocks(axes, length, block)
+        axes.set(title=pattern if span is None else f"{pattern}, {_SPANS[pattern]} {span}")
+        axes.set(xlabel="Key (position)", ylabel="Query (position)")
+    handles = [Patch(facecolor=colour, label=name) for name, colour in _AGES.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(_AGES), frameon=False)
     return figure
 
 
@@ -63,3 +244,64 @@ def save(figure: Figure, path: Path) -> Path:
     partial = path.with_suffix(".partial.png")
     FigureCanvasAgg(figure).print_png(partial)
     return partial.replace(path)
+
+
+# From dark to light, so that they stay apart in print.
+_AGES = {"key in the query's own block": "#0072B2", "in the block before": "#56B4E9", "further back": "#F0E442"}
+_SPANS = {"blockwise": "blocks of", "sliding": "window of"}
+
+
+def _styled(curves: Mapping[str, _Curve]) -> Iterator[tuple[str, _Curve, dict[str, Any]]]:
+    for (name, curve), style in zip(curves.items(), cycle(STYLES), strict=False):
+        yield name, curve, style
+
+
+def _single(title: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7, 4.6), layout="constrained")
+    figure.suptitle(title)
+    axes = figure.subplots()
+    axes.grid(visible=True, color="0.92")
+    return figure, axes
+
+
+def _draw_by_distance(axes: Axes, curves: Mapping[str, Tensor]) -> None:
+    for name, curve, style in _styled(curves):
+        axes.plot(
+            curve.cpu().numpy(), label=name, markersize=5, markevery=max(1, len(curve) // 8), linewidth=1.2, **style
+        )
+    axes.set(xlabel="Distance n (tokens)")
+
+
+def _layer_axis(axes: Axes, layers: int) -> None:
+    axes.axhline(0, color="0.6", linewidth=1, zorder=0)
+    axes.set(xlabel="Layer", ylabel="Attention resolution R(s)", xticks=_whole_numbers(layers), axisbelow=True)
+    axes.grid(visible=True, axis="y", color="0.92")
+
+
+def _whole_numbers(last: int) -> Iterable[int]:
+    """Up to a dozen ticks from 1 on."""
+    return range(1, last + 1, -(-last // 12))
+
+
+def _grid_of_blocks(axes: Axes, length: int, block: int) -> None:
+    for border in range(block, length, block):
+        axes.axvline(border - 0.5, color="0.5", linewidth=0.6)
+        axes.axhline(border - 0.5, color="0.5", linewidth=0.6)
+    axes.set(xticks=range(0, length, block), yticks=range(0, length, block))
+
+
+def _mark_training_length(axes: Axes, length: int) -> None:
+    axes.annotate(
+        f"training length {length}",
+        (length, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, -12),
+        textcoords="offset points",
+        color="0.35",
+        bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
+    )
+
+
+def _legend_below(figure: Figure) -> None:
+    """A legend outside of the axes, where it covers no curve."""
+    figure.legend(loc="outside lower center", ncols=2, frameon=False)
