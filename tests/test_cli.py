@@ -1,5 +1,6 @@
 """Every command, as a user types it; bad input gives a sentence, never a traceback."""
 
+import csv
 import json
 import os
 import signal
@@ -45,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_help_tells_everything() -> None:
     overview = lex("--help").output
-    for command in ("demo", "train", "evaluate", "generate"):
+    for command in ("demo", "train", "evaluate", "compare", "generate"):
         assert command in overview
         assert lex(command, "--help").exit_code == 0
     assert "--attention-pattern" in lex("evaluate", "--help").output
@@ -187,3 +188,124 @@ def test_check_reports_what_holds(model: Path) -> None:
     assert "not: positions are relative" not in result.output
     numbers = json.loads(lex("check", model, "--json", "--shift", 3).stdout)
     assert numbers["left_padding"] <= numbers["tolerance"] < numbers["order_variance"]
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> list[Path]:
+    """Three short texts, as files."""
+    words = TEXT.split()
+    return [write(tmp_path / f"{start}.txt", " ".join(words[start : start + 12]).encode()) for start in range(3)]
+
+
+def numbers_of(path: Path) -> list[dict[str, str]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_evaluate_sliding_with_csv_and_plot(model: Path, texts: list[Path], tmp_path: Path) -> None:
+    table, plot = tmp_path / "table.csv", tmp_path / "plot.png"
+    options = ["--protocol", "sliding", "--length", 9, "--length", 4, "--stride", 3, "--batch-size", "auto"]
+    result = lex("evaluate", model, *texts, *options, "--csv", table, "--plot", plot, "--json")
+    assert result.exit_code == 0, result.output
+    measured = json.loads(result.stdout)
+    words, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    contents = [path.read_text() for path in texts]
+    for got, row, length in zip(measured, numbers_of(table), (9, 4), strict=True):
+        options = {"protocol": "sliding", "length": length, "stride": 3, "progress": False}
+        expected = compute_perplexity(network, words, contents, **options)
+        assert got["perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
+        assert (got["options"], len(got["documents"])) == ({"stride": 3}, 3)
+        low, high = got["confidence_interval"]
+        written = (length, got["tokens"], got["nll"], got["perplexity"], low, high, got["bits_per_byte"])
+        assert [float(value) for value in row.values()] == list(written)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.txt", "1.txt", "2.txt", "plot.png", "table.csv"]
+
+
+def test_plot_of_a_single_text(model: Path, texts: list[Path], tmp_path: Path) -> None:
+    plot = tmp_path / "plot.png"
+    result = lex("evaluate", model, texts[0], "--length", 9, "--length", 4, "--plot", plot)
+    assert result.exit_code == 0, result.output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+def test_evaluate_last_token_shows_every_context(model: Path, texts: list[Path], tmp_path: Path) -> None:
+    table = tmp_path / "table.csv"
+    options = ["--protocol", "last_token", "--length", 20, "--contexts", 7, "--contexts", 19, "--csv", table]
+    result = lex("evaluate", model, *texts, *options)
+    assert result.exit_code == 0, result.output
+    words, network = AutoTokenizer.from_pretrained(model), AutoModelForCausalLM.from_pretrained(model)
+    contents = [path.read_text() for path in texts]
+    expected = compute_perplexity(
+        network, words, contents, protocol="last_token", length=20, contexts=[7, 19], progress=False
+    )
+    for row, bucket in zip(numbers_of(table), expected.loss_by_position, strict=True):
+        assert (row["context"], row["tokens"]) == (str(bucket.start), str(bucket.tokens))
+        assert float(row["perplexity"]) == pytest.approx(bucket.perplexity)
+        assert f"{bucket.perplexity:#.5g}" in result.output
+        assert (row["low"] == "") == (bucket.start == 7)
+    assert "context" in result.output
+
+
+def test_evaluate_goes_on_from_records(model: Path, texts: list[Path], tmp_path: Path) -> None:
+    records = tmp_path / "records.jsonl"
+    options = ["--length", 9, "--records", records, "--json"]
+    first = lex("evaluate", model, *texts, *options)
+    lines = records.read_text().splitlines(keepends=True)
+    assert len(lines) == 3
+    records.write_text("".join(lines[:2]))
+    again = lex("evaluate", model, *texts, *options)
+    assert again.stdout == first.stdout
+    assert records.read_text().splitlines(keepends=True) == lines
+
+
+def test_compare_models(model: Path, texts: list[Path], tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    tiny_model(vocab_size=257, bos_token_id=256, seed=1).save_pretrained(other)
+    byte_tokenizer().save_pretrained(other)
+    options = [*texts, "--length", 9, "--protocol", "chunked"]
+    result = lex("compare", model, other, *options, "--json")
+    assert result.exit_code == 0, result.output
+    paired = json.loads(result.stdout)
+    a, b = (json.loads(lex("evaluate", each, *options, "--json").stdout)[0] for each in (model, other))
+    assert (paired["a"], paired["b"]) == (a, b)
+    assert paired["perplexity_ratio"] == pytest.approx(a["perplexity"] / b["perplexity"])
+    means = [[each["nll"] / each["tokens"] for each in result["documents"]] for result in (a, b)]
+    differences = [one - other for one, other in zip(*means, strict=True)]
+    assert paired["difference"] == pytest.approx(sum(differences) / 3)
+    assert paired["n"] == 3
+    shown = lex("compare", model, other, *options)
+    assert shown.exit_code == 0, shown.output
+    assert paired["verdict"] in " ".join(shown.output.split())
+    assert f"{paired['difference']:+.4f}" in shown.output
+
+
+def test_compare_two_patterns_of_one_model(model: Path, texts: list[Path]) -> None:
+    patterns = ["--attention-pattern", "blockwise", "--attention-pattern", "full"]
+    short, long = (
+        json.loads(lex("compare", model, model, *texts, "--length", length, *patterns, "--json").stdout)
+        for length in (14, 50)  # the model's training length is 14: up to there the patterns are one
+    )
+    assert short["difference"] == pytest.approx(0, abs=1e-5)
+    assert abs(long["difference"]) > 1e-3
+
+
+def test_bad_options_of_evaluate_and_compare(model: Path, text: Path, texts: list[Path], tmp_path: Path) -> None:
+    three = [argument for _ in range(3) for argument in ("--attention-pattern", "full")]
+    cases = {
+        "--plot draws perplexity against length": ["evaluate", model, text, "--plot", tmp_path / "plot.png"],
+        "batch_size = 'many': it must be": ["evaluate", model, text, "--batch-size", "many"],
+        "stride = 3: the protocol 'chunked' has no such option": ["evaluate", model, text, "--stride", 3],
+        "Text 0 (counted from 0): it has": ["evaluate", model, *texts, "--protocol", "last_token", "--length", 999],
+        "line 1 of": ["evaluate", model, *texts, "--records", text],
+        "cannot be read or written": ["evaluate", model, *texts, "--records", tmp_path / "none" / "records.jsonl"],
+        "too few pairs, 1": ["compare", model, model, text],
+        "--attention-pattern is given 3 times": ["compare", model, model, *texts, *three],
+    }
+    text.write_text(TEXT + "\n")
+    for message, arguments in cases.items():
+        result = lex(*arguments)
+        assert result.exit_code == 1, (message, result.output)
+        assert message in " ".join(result.stderr.split()), (message, result.stderr)
+        assert "Traceback" not in result.output
+    assert text.read_text() == TEXT + "\n"

@@ -9,6 +9,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from huggingface_hub.errors import StrictDataclassError
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from safetensors import SafetensorError
@@ -32,6 +33,26 @@ Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU 
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")]
 Pattern = Annotated[str | None, typer.Option(help="blockwise, sliding or full; the model's own by default.")]
 Trust = Annotated[bool, typer.Option(help="Let code that comes with the model run.")]
+Protocol = Annotated[
+    str,
+    typer.Option(
+        help="chunked (segments alone), sliding (windows that overlap), streaming (one pass) or last_token "
+        "(the last token of each segment, with several numbers of tokens before it)."
+    ),
+]
+Stride = Annotated[
+    int | None, typer.Option(help="Of sliding: tokens between two windows; half the length by default.")
+]
+Contexts = Annotated[
+    list[int] | None,
+    typer.Option(help="Of last_token: tokens before the one scored; several times; powers of two by default."),
+]
+BatchSize = Annotated[str, typer.Option(help="Windows evaluated at once; 'auto' takes as many as memory allows.")]
+StartToken = Annotated[bool, typer.Option(help="Put the BOS token before each text.")]
+Records = Annotated[
+    Path | None,
+    typer.Option(help="File of finished texts: a run that was stopped goes on from it. May serve several runs."),
+]
 
 
 @app.command()
@@ -167,25 +188,34 @@ def train(
 def evaluate(
     model: Model,
     files: Files,
-    protocol: Annotated[str, typer.Option(help="chunked (segments alone) or streaming (one pass).")] = "chunked",
+    protocol: Protocol = "chunked",
     length: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Tokens in a segment or chunk; give it several times for a table."),
+        typer.Option(min=1, help="Tokens in a segment, window or chunk; give it several times for a table."),
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Segments evaluated at once.")] = 8,
-    start_token: Annotated[bool, typer.Option(help="Put the BOS token before each text.")] = True,
+    stride: Stride = None,
+    contexts: Contexts = None,
+    batch_size: BatchSize = "8",
+    start_token: StartToken = True,
+    records: Records = None,
     attention_pattern: Pattern = None,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: Trust = False,
     text_field: TextField = "text",
+    csv: Annotated[Path | None, typer.Option(help="Write the table to this file, unrounded.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw perplexity against length to this PNG file.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Measure perplexity on texts, at one length or several."""
+    """Measure perplexity on texts, at one length or several.
+
+    Under torchrun or accelerate launch the texts are shared out between the processes.
+    """
     from lex_hf.data import load_documents
     from lex_hf.perplexity import compute_perplexity, load_for_evaluation
 
     with _session(as_json) as console:
+        _check_plot(plot, length)
         texts = list(load_documents(files, text_field=text_field)["text"])
         lex, words = load_for_evaluation(
             model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **_pattern(attention_pattern)
@@ -198,21 +228,85 @@ def evaluate(
                 texts,
                 protocol=protocol,
                 length=each,
-                batch_size=batch_size,
+                stride=stride,
+                contexts=contexts,
+                batch_size=_batch_size(batch_size),
                 add_start_token=start_token,
+                records=records,
             )
             for each in lengths
         ]
+        if not _is_main_process():
+            return
+        rows = [row for result in results for row in _perplexity_rows(result)]
+        if csv is not None:
+            _write_csv(csv, rows)
+        if plot is not None:
+            _plot_perplexity(plot, model, lex.config, results)
     if as_json:
         print(json.dumps([result.to_dict() for result in results]))  # noqa: T201
+    else:
+        console.print(_perplexity_table(f"{model}: {len(texts)} texts, {protocol}", rows))
+
+
+@app.command()
+def compare(
+    model_a: Annotated[str, typer.Argument(help="Folder or Hub id of model A with its tokenizer.")],
+    model_b: Annotated[str, typer.Argument(help="The same of model B; it may be the same model.")],
+    files: Files,
+    protocol: Protocol = "chunked",
+    length: Annotated[
+        int | None, typer.Option(min=1, help="Tokens in a segment, window or chunk; A's training length by default.")
+    ] = None,
+    stride: Stride = None,
+    batch_size: BatchSize = "8",
+    start_token: StartToken = True,
+    records: Records = None,
+    attention_pattern: Annotated[
+        list[str] | None,
+        typer.Option(help="blockwise, sliding or full; twice for A and for B, once for both."),
+    ] = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: Trust = False,
+    text_field: TextField = "text",
+    as_json: Json = False,
+) -> None:
+    """Compare two models on the same texts, paired by text: t-test, bootstrap interval, ratio of perplexities."""
+    from lex_hf import comparison
+    from lex_hf.data import load_documents
+    from lex_hf.perplexity import compute_perplexity, load_for_evaluation
+
+    with _session(as_json) as console:
+        patterns = _two_patterns(attention_pattern)
+        texts = list(load_documents(files, text_field=text_field)["text"])
+        results: list[Any] = []
+        for model, pattern in zip((model_a, model_b), patterns, strict=True):
+            lex, words = load_for_evaluation(
+                model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **_pattern(pattern)
+            )
+            result = compute_perplexity(
+                lex,
+                words,
+                texts,
+                protocol=protocol,
+                length=results[0].length if results else length,
+                stride=stride,
+                batch_size=_batch_size(batch_size),
+                add_start_token=start_token,
+                records=records,
+            )
+            results.append(result)
+        paired = comparison.compare(*results)
+        if not _is_main_process():
+            return
+    if as_json:
+        both = dict(zip("ab", (result.to_dict() for result in results), strict=True))
+        print(json.dumps({**paired.to_dict(), **both}))  # noqa: T201
         return
-    table = Table(title=f"{model}: {len(texts)} texts, {protocol}")
-    for column in ("length", "tokens", "nats/token", "perplexity", "bits/byte"):
-        table.add_column(column, justify="right")
-    for result in results:
-        numbers = (f"{result.nll:.4f}", f"{result.perplexity:.3f}", f"{result.bits_per_byte:.4f}")
-        table.add_row(str(result.length), str(result.tokens), *numbers)
-    console.print(table)
+    rows = [{"model": name} | _perplexity_rows(result)[-1] for name, result in zip("AB", results, strict=True)]
+    console.print(_perplexity_table(f"A: {model_a}, B: {model_b}: {len(texts)} texts, {protocol}", rows))
+    _print_comparison(console, paired)
 
 
 @app.command()
@@ -261,6 +355,98 @@ def _prompt(text: str, tokenizer: Any) -> Any:
     if inputs["input_ids"].shape[1] == 0:
         raise ValueError("The prompt is empty, and the tokenizer has no start token: give at least one character.")
     return inputs
+
+
+def _batch_size(text: str) -> Any:
+    """A number, or what else was typed, such as auto."""
+    return int(text) if text.isdecimal() else text
+
+
+def _is_main_process() -> bool:
+    """Whether this process is the one that prints and writes, under a launcher of several."""
+    from accelerate import PartialState
+
+    return PartialState().is_main_process
+
+
+def _perplexity_rows(result: Any) -> list[dict[str, Any]]:
+    """Rows of a table: one, or under `last_token` one for each context, of which the last has all the numbers."""
+    low, high = result.confidence_interval or (None, None)
+    numbers = {"perplexity": result.perplexity, "low": low, "high": high, "bits/byte": result.bits_per_byte}
+    rows = [{"length": result.length, "tokens": result.tokens, "nats/token": result.nll} | numbers]
+    if result.protocol != "last_token":
+        return rows
+    empty = dict.fromkeys(numbers)
+    return [
+        {"length": result.length, "context": each.start, "tokens": each.tokens, "nats/token": each.nll}
+        | (empty | {"perplexity": each.perplexity} if each.start < result.options["contexts"][-1] else numbers)
+        for each in result.loss_by_position
+    ]
+
+
+def _perplexity_table(title: str, rows: list[dict[str, Any]]) -> Table:
+    caption = "low and high: 95 % interval of the perplexity, from a bootstrap over texts"
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for column in rows[0]:
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*map(_cell, row.values()))
+    return table
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:#.5g}" if isinstance(value, float) else str(value)
+
+
+def _print_comparison(console: Console, paired: Any) -> None:
+    low, high = paired.confidence_interval
+    console.print(
+        f"A minus B: {paired.difference:+.4f} nats per token, mean over {paired.n} texts "
+        f"(95 % interval {low:+.4f} to {high:+.4f}); ratio of perplexities {paired.perplexity_ratio:.4f}",
+        f"paired two-sided t-test: p = {paired.p_value:.3g}, {paired.verdict}",
+        sep="\n",
+        highlight=False,
+    )
+
+
+def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows under their names; the file appears only when it is whole."""
+    from csv import DictWriter
+
+    partial = path.with_name(f"{path.name}.partial")
+    with partial.open("w", encoding="utf-8", newline="") as file:
+        writer = DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+    partial.replace(path)
+
+
+def _check_plot(path: Path | None, lengths: list[int] | None) -> None:
+    if path is not None and len(set(lengths or ())) < 2:
+        raise ValueError("--plot draws perplexity against length: give --length at least twice.")
+
+
+def _plot_perplexity(path: Path, model: str, config: Any, results: list[Any]) -> None:
+    from lex_hf import plots
+
+    known = getattr(config, "training_length", None) or getattr(config, "max_position_embeddings", None)
+    if known is None:
+        raise ValueError(f"--plot marks the training length, but the configuration of {model} does not tell it.")
+    ordered = sorted(results, key=lambda result: result.length)
+    curve = {result.length: result.perplexity for result in ordered}
+    intervals = {result.length: result.confidence_interval for result in ordered if result.confidence_interval}
+    bands = {model: intervals} if intervals else None  # of a single text there are none
+    title = f"{model}, {results[0].protocol}"
+    plots.save(plots.perplexity_by_length({model: curve}, known, title=title, intervals=bands), path)
+
+
+def _two_patterns(names: list[str] | None) -> list[str | None]:
+    patterns: list[str | None] = [*names] if names else [None]
+    if len(patterns) > 2:
+        raise ValueError(f"--attention-pattern is given {len(patterns)} times: once for both models, or twice.")
+    return [patterns[0], patterns[-1]]
 
 
 def _says(holds: bool, what: str) -> str:

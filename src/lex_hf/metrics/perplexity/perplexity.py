@@ -2,7 +2,9 @@
 
 # `evaluate` copies this file into its cache, reads its imports line by line (`import a, b` would fail) and
 # takes the first subclass of `evaluate.Metric` it finds among its names.
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
 
 import datasets
 import evaluate
@@ -31,13 +33,18 @@ Args:
     predictions (list of str): The texts to score.
     model_id (str): Folder or Hub id of a causal language model with its tokenizer.
     model, tokenizer: The two already loaded, instead of `model_id`.
-    protocol (str): "chunked" (segments of `length` tokens, each alone; the default) or "streaming" (one pass
-        over each text with the model's cache).
-    length (int): Tokens in a segment or chunk; by default the model's training length, 1024 if it has none.
-    batch_size (int): Segments evaluated at once, 8 by default.
+    protocol (str): "chunked" (segments of `length` tokens, each alone; the default), "sliding" (windows of `length`
+        tokens that overlap), "streaming" (one pass over each text with the model's cache) or "last_token" (only the
+        last token of each segment of `length` tokens, with several numbers of tokens before it).
+    length (int): Tokens in a segment, window or chunk; by default the model's training length, 1024 if it has none.
+    stride (int): Of "sliding": tokens between two windows; by default half of `length`.
+    contexts (list of int): Of "last_token": numbers of tokens before the one scored; by default the powers of two
+        below `length` - 1, and `length` - 1.
+    batch_size (int or "auto"): Windows evaluated at once, 8 by default; "auto" takes as many as memory allows.
     add_start_token (bool): Whether the BOS token goes before each text, so that its first token is scored;
         True by default.
     max_length (int): Read only so many tokens of each text, the start token included.
+    records (str): A file of JSON lines where finished texts are recorded; what it holds is not computed again.
     device (str): "cpu", "cuda" or "gpu"; by default a GPU if there is one.
     dtype (str or torch.dtype): Dtype of the weights; by default that of the checkpoint.
     trust_remote_code (bool): Whether code that comes with the model may run; False by default.
@@ -49,9 +56,13 @@ Returns:
     perplexities, mean_perplexity: perplexity of each text, and its mean over texts.
     nll: mean negative log-likelihood in nats per token.
     tokens: number of scored tokens.
-    bits_per_byte: total negative log-likelihood in bits by the UTF-8 bytes of the texts.
-    protocol, length: as used.
-    loss_by_position: mean nll by number of tokens of context, in buckets between powers of two.
+    bits_per_byte: nll in bits, times the tokens per UTF-8 byte of the texts.
+    confidence_interval, confidence_level, confidence_note: an interval for perplexity from a bootstrap over texts,
+        its level, and how it was made or why there is none.
+    protocol, length, options: as used.
+    loss_by_position: mean nll by number of tokens of context, in buckets between powers of two; for "last_token" at
+        each of the contexts.
+    documents: for each text its SHA-256, total nll, scored tokens and bytes.
 Example:
     >>> perplexity = evaluate.load(lex_hf.metric_path())
     >>> perplexity.compute(predictions=texts, model_id="my-lex-model", length=2048)["perplexity"]
@@ -79,9 +90,12 @@ class Perplexity(evaluate.Metric):
         tokenizer: Any = None,
         protocol: str = "chunked",
         length: int | None = None,
-        batch_size: int = 8,
+        stride: int | None = None,
+        contexts: Sequence[int] | None = None,
+        batch_size: int | Literal["auto"] = 8,
         add_start_token: bool = True,
         max_length: int | None = None,
+        records: str | Path | None = None,
         progress: bool = True,
         **loading: Any,
     ) -> dict[str, Any]:
@@ -92,9 +106,12 @@ class Perplexity(evaluate.Metric):
             predictions,
             protocol=protocol,
             length=length,
+            stride=stride,
+            contexts=contexts,
             batch_size=batch_size,
             add_start_token=add_start_token,
             max_length=max_length,
+            records=records,
             progress=progress,
         ).to_dict()
 
