@@ -15,7 +15,7 @@ from conftest import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner, Result
 
-from lex_hf import LexForCausalLM
+from lex_hf import LexForCausalLM, measure_resolution, receptive_field
 from lex_hf.cli import app
 from lex_hf.perplexity import compute_perplexity
 from lex_hf.tokenization import byte_tokenizer
@@ -309,3 +309,41 @@ def test_bad_options_of_evaluate_and_compare(model: Path, text: Path, texts: lis
         assert message in " ".join(result.stderr.split()), (message, result.stderr)
         assert "Traceback" not in result.output
     assert text.read_text() == TEXT + "\n"
+
+
+def test_resolution_compares_patterns_and_writes_what_it_found(model: Path, text: Path, tmp_path: Path) -> None:
+    output = tmp_path / "measured"
+    patterns = ["--attention-pattern", "full", "--attention-pattern", "blockwise"]
+    arguments = ["resolution", model, text, "--length", 40, "--segments", 2, *patterns]
+    result = lex(*arguments, "--output", output)
+    assert result.exit_code == 0, result.output
+    numbers = json.loads((output / "resolution.json").read_text())
+    loaded = AutoModelForCausalLM.from_pretrained(model, attention_pattern="full")
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = torch.tensor(tokenizer(TEXT)["input_ids"])
+    expected = measure_resolution(loaded, torch.stack((ids[:40], ids[40:80])), progress=False)
+    assert numbers["full"]["by_layer"] == pytest.approx(expected.by_layer, rel=1e-6)
+    assert len(numbers["blockwise"]["curves"][0]) == 14
+    assert f"{expected.mean:.4f}" in result.output
+    assert {path.name for path in output.iterdir()} == {
+        "resolution.json",
+        "resolution.png",
+        "curves-full.png",
+        "curves-blockwise.png",
+    }
+    assert json.loads(lex(*arguments, "--json").stdout) == numbers
+
+
+def test_receptive_field_prints_and_writes(model: Path, text: Path, tmp_path: Path) -> None:
+    arguments = ["receptive-field", model, text, "--length", 40, "--segments", 3]
+    result = lex(*arguments, "--output", tmp_path)
+    assert result.exit_code == 0, result.output
+    loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    ids = torch.tensor(tokenizer(TEXT)["input_ids"][:120]).view(3, 40)
+    expected = receptive_field(loaded, ids, progress=False)
+    assert json.loads((tmp_path / "receptive-field.json").read_text())["blockwise"]["erf"] == expected.erf
+    assert str(expected.theoretical) in result.output
+    assert (tmp_path / "receptive-field.png").is_file()
+    too_short = lex(*arguments[:-1], 1000)
+    assert too_short.exit_code == 1
+    assert "hold 45 segments of 40 tokens, 1000 are asked for" in " ".join(too_short.stderr.split())

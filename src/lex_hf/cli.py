@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, cast
 
 import typer
 from huggingface_hub.errors import StrictDataclassError
@@ -309,6 +309,97 @@ def compare(
     _print_comparison(console, paired)
 
 
+Length = Annotated[int, typer.Option(min=2, help="Tokens of a segment.")]
+Segments = Annotated[int, typer.Option(min=1, help="Number of segments, taken from the beginnings of the texts.")]
+Patterns = Annotated[
+    list[str] | None,
+    typer.Option("--attention-pattern", help="blockwise, sliding or full; several times to compare them."),
+]
+Output = Annotated[Path | None, typer.Option(help="Folder for the numbers (JSON) and pictures (PNG).")]
+
+
+@app.command()
+def resolution(
+    model: Model,
+    files: Files,
+    length: Length = 1024,
+    segments: Segments = 4,
+    reading: Annotated[str, typer.Option(help="A, B or C: readings of Eq. 4 at the end of the curve.")] = "A",
+    attention_pattern: Patterns = None,
+    output: Output = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: Trust = False,
+    text_field: TextField = "text",
+    as_json: Json = False,
+) -> None:
+    """Measure attention resolution, layer by layer (LEX paper, Eq. 3, 4, 13)."""
+    from lex_hf import plots
+    from lex_hf.resolution import measure_resolution
+
+    with _session(as_json) as console:
+        results = {
+            name: measure_resolution(lex, ids, reading=cast(Any, reading))
+            for name, lex, ids in _models_and_segments(
+                model, files, length, segments, attention_pattern, device, dtype, trust_remote_code, text_field
+            )
+        }
+        figure = plots.resolution_by_layer(results, title=f"{model}: resolution at {length} tokens")
+        pictures = {"resolution": figure} | {f"curves-{name}": result.plot() for name, result in results.items()}
+        _write_measurements(output, "resolution", results, pictures)
+    if as_json:
+        print(json.dumps({name: result.to_dict() for name, result in results.items()}))  # noqa: T201
+        return
+    table = Table(title=f"{model}: attention resolution at {length} tokens")
+    for column in ("layer", *results):
+        table.add_column(column, justify="right")
+    columns = [[*result.by_layer, result.mean] for result in results.values()]
+    for layer, row in enumerate(zip(*columns, strict=True)):
+        table.add_row("mean" if layer == len(columns[0]) - 1 else str(layer), *(f"{value:.4f}" for value in row))
+    console.print(table)
+
+
+@app.command()
+def receptive_field(
+    model: Model,
+    files: Files,
+    length: Length = 1024,
+    segments: Segments = 4,
+    threshold: Annotated[float, typer.Option(help="Share of the gradient that the tokens counted hold.")] = 0.99,
+    batch_size: Annotated[int, typer.Option(min=1, help="Segments at once.")] = 1,
+    attention_pattern: Patterns = None,
+    output: Output = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: Trust = False,
+    text_field: TextField = "text",
+    as_json: Json = False,
+) -> None:
+    """Measure how many tokens act on a prediction (arXiv 2212.10356, section 5.1)."""
+    from lex_hf import plots
+    from lex_hf.receptive_field import receptive_field as measure
+
+    with _session(as_json) as console:
+        results = {
+            name: measure(lex, ids, threshold=threshold, batch_size=batch_size)
+            for name, lex, ids in _models_and_segments(
+                model, files, length, segments, attention_pattern, device, dtype, trust_remote_code, text_field
+            )
+        }
+        figure = plots.receptive_fields(results, title=f"{model}: what acts on the prediction after {length} tokens")
+        _write_measurements(output, "receptive-field", results, {"receptive-field": figure})
+    if as_json:
+        print(json.dumps({name: result.to_dict() for name, result in results.items()}))  # noqa: T201
+        return
+    table = Table(title=f"{model}: receptive field, {segments} segments of {length} tokens")
+    for column in ("pattern", f"empirical ({threshold:g})", "theoretical"):
+        table.add_column(column, justify="right")
+    for name, result in results.items():
+        theoretical = "the whole text" if result.theoretical is None else str(result.theoretical)
+        table.add_row(name, str(result.erf), theoretical)
+    console.print(table)
+
+
 @app.command()
 def generate(
     model: Model,
@@ -440,6 +531,59 @@ def _plot_perplexity(path: Path, model: str, config: Any, results: list[Any]) ->
     bands = {model: intervals} if intervals else None  # of a single text there are none
     title = f"{model}, {results[0].protocol}"
     plots.save(plots.perplexity_by_length({model: curve}, known, title=title, intervals=bands), path)
+
+
+def _models_and_segments(
+    model: str,
+    files: list[str],
+    length: int,
+    count: int,
+    patterns: list[str] | None,
+    device: str | None,
+    dtype: str | None,
+    trust_remote_code: bool,
+    text_field: str,
+) -> Iterator[tuple[str, Any, Any]]:
+    """The model with each attention pattern, under its name, and segments of the texts as token ids."""
+    from lex_hf.data import load_documents, tokenize_documents
+    from lex_hf.perplexity import load_for_evaluation
+
+    texts = load_documents(files, text_field=text_field)
+    chosen: list[str | None] = [*patterns] if patterns else [None]
+    for pattern in chosen:
+        lex, words = load_for_evaluation(
+            model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **_pattern(pattern)
+        )
+        ids = _segments(tokenize_documents(texts, words)["input_ids"], length, count)
+        yield pattern or str(getattr(lex.config, "attention_pattern", lex.config.model_type)), lex, ids
+
+
+def _segments(documents: Any, length: int, count: int) -> Any:
+    """Take segments from the texts in turn, first the beginnings, until there are enough."""
+    import torch
+
+    starts = range(0, max(map(len, documents)), length)
+    whole = [text[start : start + length] for start in starts for text in documents if start + length <= len(text)]
+    if len(whole) < count:
+        raise ValueError(
+            f"The texts hold {len(whole)} segments of {length} tokens, {count} are asked for: give more text, or a "
+            "smaller --length or --segments."
+        )
+    return torch.tensor(whole[:count])
+
+
+def _write_measurements(folder: Path | None, name: str, results: dict[str, Any], pictures: dict[str, Any]) -> None:
+    """Write numbers and pictures, each under its name only when it is whole."""
+    from lex_hf import plots
+
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / f"{name}.json.partial"
+    partial.write_text(json.dumps({key: result.to_dict() for key, result in results.items()}) + "\n")
+    partial.replace(folder / f"{name}.json")
+    for title, figure in pictures.items():
+        plots.save(figure, folder / f"{title}.png")
 
 
 def _two_patterns(names: list[str] | None) -> list[str | None]:

@@ -74,7 +74,8 @@ def perplexity_by_length(
     whole.legend()
     ends = [end for band in (intervals or {}).values() for end, _ in band.values()]
     lowest = min([*ends, *(min(curve.values()) for curve in curves.values())])
-    highest = max(curve[min(curve)] for curve in curves.values())
+    # Curves that rise from the start still get a quarter of the picture.
+    highest = max([1.25 * lowest, *(curve[min(curve)] for curve in curves.values())])
     margin = 0.05 * ((highest - lowest) or lowest)
     close.set(ylim=(lowest - margin, highest + margin), title="the lower end, larger")
     _mark_training_length(close, training_length)
