@@ -106,4 +106,9 @@ def _write(folder: Path, result: Extrapolation) -> None:
         partial.write_text(text, encoding="utf-8")
         partial.replace(folder / name)
     title = f"Held-back files of the Python standard library, {result.steps} steps, {len(result.seeds)} seeds"
-    plots.save(plots.perplexity_by_length(result.means(), TRAINING_LENGTH, title=title), folder / PLOT)
+    means = result.means()
+    panels = {
+        pattern: {scheme: means[scheme + suffix] for scheme in SCHEMES if scheme + suffix in means}
+        for pattern, suffix in PATTERNS.items()
+    }
+    plots.save(plots.perplexity_by_scheme(panels, TRAINING_LENGTH, title=title), folder / PLOT)

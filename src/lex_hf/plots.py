@@ -82,6 +82,43 @@ def perplexity_by_length(
     return figure
 
 
+def perplexity_by_scheme(
+    panels: Mapping[str, Mapping[str, Mapping[int, float]]], length: int, *, title: str
+) -> Figure:
+    """Draw perplexity against length for many position schemes, one panel for each attention pattern.
+
+    Args:
+        panels: For each pattern and scheme, its perplexity at each length in tokens.
+        length: The training length, marked by a line.
+        title: What the texts are.
+    """
+    figure = Figure(figsize=(11, 5.5), layout="constrained")
+    figure.suptitle(title)
+    schemes = list(dict.fromkeys(scheme for curves in panels.values() for scheme in curves))
+    markers = dict(zip(schemes, cycle("os^Dv*<>pX"), strict=False))
+    colours = dict(zip(schemes, cycle(style["color"] for style in STYLES), strict=False))
+    for axes, (pattern, curves) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+        for place, (scheme, curve) in enumerate(curves.items()):
+            line = {
+                "color": colours[scheme],
+                "marker": markers[scheme],
+                "linestyle": "-" if place < len(STYLES) else "--",
+            }
+            axes.plot(list(curve), list(curve.values()), label=scheme, markersize=5, **line)
+        ticks = sorted({each for curve in curves.values() for each in curve})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set(yscale="log", title=pattern, xlabel="Length of the text (tokens)", ylabel="Perplexity")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.grid(visible=True, which="both", color="0.92")
+        axes.axvline(length, color="0.6", linewidth=1, zorder=0)
+    _mark_training_length(axes, length)
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    return figure
+
+
 def attention_expectation(curves: Mapping[str, Tensor], *, title: str, training_length: int | None = None) -> Figure:
     """Draw the expected attention score against distance, one curve for each system (LEX paper, Figure 2).
 
