@@ -37,6 +37,12 @@ def test_a_model_without_order_is_found_out() -> None:
     assert check_positions(tiny_model(position_embedding_type="rope", **one_layer), random_ids(40)).is_order_variant
 
 
+def test_a_model_in_training_is_checked_without_dropout_and_left_in_training() -> None:
+    model = tiny_model(hidden_dropout=0.5).train()
+    assert check_positions(model, random_ids(1, 20)).ignores_padding
+    assert model.training
+
+
 def test_learned_positions_beyond_the_table_are_reported_not_raised() -> None:
     model = tiny_model(position_embedding_type="learned")
     check = check_positions(model, random_ids(1, 14)[:, :7], shift=8)

@@ -191,4 +191,4 @@ def test_the_base_scheme_does_nothing() -> None:
     scheme, states = PositionScheme(tiny_model().config), torch.ones(1, 2, 30)
     assert scheme.embed(states, torch.arange(2)) is states
     assert scheme.rotation(torch.arange(2), 2, None, states) is None
-    assert scheme.bias(torch.arange(2), torch.arange(2)) is None
+    assert scheme.bias(torch.arange(2), torch.arange(2), 2, torch.float32) is None

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
+from lex_hf.modes import evaluating
+
 
 @dataclass(frozen=True)
 class PositionCheck:
@@ -47,14 +49,14 @@ class PositionCheck:
         return self.shifted_positions is not None and self.shifted_positions <= self.tolerance
 
 
-@torch.inference_mode()
 def check_positions(
     model: PreTrainedModel, input_ids: torch.Tensor, *, shift: int = 7, tolerance: float = 1e-4, seed: int = 0
 ) -> PositionCheck:
     """Measure order variance and translation invariance of a causal language model.
 
     Args:
-        model: Any causal language model of transformers; it runs in the mode and dtype it is in.
+        model: Any causal language model of transformers; it runs in evaluation mode and is left
+            as it was.
         input_ids: A text of at least 3 tokens, shape `(1, sequence)` or `(sequence,)`. Beyond two blocks it also shows
             what the attention pattern does.
         shift: Number of tokens of padding or text that are put in front or behind.
@@ -73,12 +75,21 @@ def check_positions(
     generator, length = torch.Generator().manual_seed(seed), ids.shape[1]
     order = torch.cat((torch.randperm(length - 1, generator=generator), torch.tensor([length - 1])))
     filler = ids[:, torch.randint(length, (shift,), generator=generator).to(ids.device)]
+    with evaluating(model), torch.inference_mode():
+        return _check(model, ids, filler, order.to(ids.device), tolerance)
+
+
+def _check(
+    model: PreTrainedModel, ids: torch.Tensor, filler: torch.Tensor, order: torch.Tensor, tolerance: float
+) -> PositionCheck:
+    """Compare the logits of a text with those of what is made from it."""
+    shift, length = filler.shape[1], ids.shape[1]
     real, padding = torch.ones_like(ids), torch.zeros_like(filler)
     logits = _logits(model, ids)
     left = _logits(model, torch.cat((filler, ids), dim=1), torch.cat((padding, real), dim=1))[:, shift:]
     right = _logits(model, torch.cat((ids, filler), dim=1), torch.cat((real, padding), dim=1))[:, :length]
     return PositionCheck(
-        order_variance=_difference(_logits(model, ids[:, order.to(ids.device)])[:, -1], logits[:, -1]),
+        order_variance=_difference(_logits(model, ids[:, order])[:, -1], logits[:, -1]),
         left_padding=_difference(left, logits),
         right_padding=_difference(right, logits),
         shifted_positions=_unless_refused(model, ids, logits, torch.arange(shift, shift + length, device=ids.device)),

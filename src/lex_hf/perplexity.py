@@ -36,6 +36,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils.logging import tqdm
 
 from lex_hf.comparison import CONFIDENCE_LEVEL, bootstrap_interval
+from lex_hf.modes import evaluating
 
 DEFAULT_LENGTH = 1024
 # What decides where files come from must hold for the tokenizer as it does for the model.
@@ -329,7 +330,7 @@ def compute_perplexity(
     _join_processes(model.device)
     settings = {"protocol": protocol, "length": length, **options}
     store = None if records is None else _Records(Path(records), {**settings, "model": _fingerprint(model)})
-    with _evaluating(model), torch.inference_mode():
+    with evaluating(model), torch.inference_mode():
         finished = list(_measure(model, documents, windows, batch_size, options.get("contexts"), store, progress))
     outcomes = dict(gather_object(finished))
     return _summarise(documents, [outcomes[index] for index in range(len(documents))], protocol, length, options)
@@ -830,18 +831,6 @@ def _cut(
         except ValueError as error:
             raise ValueError(f"Text {index} (counted from 0): {error}") from error
     return windows
-
-
-@contextmanager
-def _evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Put every module into evaluation mode, then those that were training back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager

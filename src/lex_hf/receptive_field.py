@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
 from lex_hf.configuration_lex import LexConfig
-from lex_hf.resolution import evaluating
+from lex_hf.modes import evaluating
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import tqdm
 
 from lex_hf.configuration_lex import LexConfig
+from lex_hf.modes import evaluating
 from lex_hf.positions_lex import SCHEMES, BiasScheme
 
 if TYPE_CHECKING:
@@ -352,18 +353,6 @@ def _check_attention(model: PreTrainedModel, ids: Tensor) -> None:
             f"The attention of {type(model).__name__} is more than a softmax of masked scores (soft caps, sinks or "
             "biases that it adds itself), so its resolution cannot be measured."
         )
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Put every module into evaluation mode, then those that were training back."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager
