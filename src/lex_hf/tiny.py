@@ -60,7 +60,11 @@ def standard_library() -> Corpus:
 
 
 def tiny_config(scheme: str, **fields: Any) -> LexConfig:
-    """A model of bytes with 4 layers of 96, l = 128 and so B = 64, and a position scheme; `fields` are added."""
+    """A model of bytes with 4 layers of 96, l = 128, and a position scheme; `fields` are added.
+
+    Distances scale with l: B = l/2 as in the LEX paper, and T5's last bucket begins at l/4 as in the Sandwich paper, so
+    that training sees enough of the distances that share it.
+    """
     return LexConfig(
         vocab_size=257,
         hidden_size=96,
@@ -70,6 +74,7 @@ def tiny_config(scheme: str, **fields: Any) -> LexConfig:
         training_length=TRAINING_LENGTH,
         position_embedding_type=scheme,
         xpos_scale_base=TRAINING_LENGTH // 2,
+        t5_max_distance=TRAINING_LENGTH // 4,
         bos_token_id=256,
         eos_token_id=256,
         pad_token_id=256,
