@@ -62,8 +62,8 @@ def standard_library() -> Corpus:
 def tiny_config(scheme: str, **fields: Any) -> LexConfig:
     """A model of bytes with 4 layers of 96, l = 128, and a position scheme; `fields` are added.
 
-    Distances scale with l: B = l/2 as in the LEX paper, and T5's last bucket begins at l/4 as in the Sandwich paper, so
-    that training sees enough of the distances that share it.
+    Distances scale with l: B = l/2 as in the LEX paper, and T5's last bucket begins at l/4 as in the Sandwich paper,
+    so that training sees enough of the distances that share it.
     """
     return LexConfig(
         vocab_size=257,
