@@ -269,6 +269,22 @@ def test_rollback_after_a_long_text_and_token_by_token() -> None:
                 cache.crop(-50)
 
 
+@pytest.mark.parametrize("continued", [[], [1], [9]])
+def test_rows_that_end_at_different_slots_are_never_rolled_back_wrongly(continued: list[int]) -> None:
+    model, ids = tiny_model(dtype=torch.float64), random_ids(2, 60)
+    mask = torch.ones(2, 60, dtype=torch.long)
+    mask[1, 18:20] = 0
+    with torch.no_grad():
+        cache, read = LexCache(model.config), 0
+        cache.activate_past_recording()
+        for piece in (17, 5, *continued):  # the second piece is padded in one row
+            chunk, known = ids[:, read : read + piece], mask[:, : read + piece]
+            model(chunk, attention_mask=known, past_key_values=cache)
+            read += piece
+    with pytest.raises(ValueError, match="the block that these tokens followed is no longer in the cache"):
+        cache.crop(-12)
+
+
 def test_recording_keeps_the_end_of_a_long_text_only() -> None:
     model, ids = tiny_model(dtype=torch.float64), random_ids(1, 2000)
     with torch.no_grad():

@@ -159,12 +159,16 @@ class LexCacheLayer(CacheLayerMixin):
             pair[moved, :, : self.block] = shifted(pair[moved, :, : self.block], shift)
         return pair
 
-    def remember(self, keys: torch.Tensor, values: torch.Tensor, shift: torch.Tensor | None) -> None:
+    def remember(
+        self, keys: torch.Tensor, values: torch.Tensor, counts: list[int], shift: torch.Tensor | None
+    ) -> None:
         """Note new tokens of all rows, which continue at one slot, before they are written.
+
+        Rows that then end at different slots have no common past: nothing is kept of them.
 
         Of a long text only the end is kept: enough to take back `ROLLBACK` tokens.
         """
-        if not self.record_past:
+        if not self.record_past or min(counts) < keys.shape[2]:
             self.past = None
             return
         known = self.past or (self.keys[:, :, : self.fills[0]], self.values[:, :, : self.fills[0]])
@@ -240,7 +244,7 @@ class LexCacheLayer(CacheLayerMixin):
         """Store the pair of blocks in which the remembered text ends without its last tokens."""
         rows, known = range(len(self.fills)), 0 if self.past is None else self.past[0].shape[2]
         # The first block that is remembered only serves as the one before, unless it is the first of the text.
-        spare = known if known == self.lengths[0] else known - (self.block or 0)
+        spare = min(known if known == length else known - (self.block or 0) for length in self.lengths)
         if self.past is None or removed > spare:
             raise ValueError(
                 f"crop(-{removed}): the block that these tokens followed is no longer in the cache, which can give "

@@ -257,7 +257,7 @@ class UniformPlan:
         shift, end = _shift(self.rotation), self.fill + self.head
         layer.make_room(shift)
         layer.reserve(end)
-        layer.remember(key, value, shift)
+        layer.remember(key, value, self.rows.counts, shift)
         with torch.no_grad():
             layer.keys[:, :, self.fill : end] = key[:, :, : self.head]
             layer.values[:, :, self.fill : end] = value[:, :, : self.head]
@@ -429,6 +429,7 @@ class RaggedStep:
         """Put each row's token at its slot; return all slots in use."""
         layer.make_room(_shift(self.rotation))
         layer.reserve(self.end)
+        layer.past = None  # rows at different slots have no common one
         row = torch.arange(len(self.slots), device=self.slots.device)
         with torch.no_grad():
             layer.keys[row, :, self.slots] = key[:, :, 0]
@@ -497,6 +498,7 @@ class RaggedPlan:
         shift = _shift(self.rotation)
         layer.make_room(shift)
         layer.reserve(max(self.fills) + key.shape[2] if self.block is None else 0)
+        layer.past = None  # rows at different slots have no common one
         keys, values = self._spread(key, layer.keys), self._spread(value, layer.values)
         ends = [fill + count for fill, count in zip(self.fills, self.rows.counts, strict=True)]
         layer.keep(keys.detach(), values.detach(), ends, shift)
