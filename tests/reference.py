@@ -43,7 +43,8 @@ def bias(weights: Mapping[str, torch.Tensor], settings: Mapping[str, Any], head:
         if r >= exact:
             position = math.log(r / exact) / math.log(settings["t5_max_distance"] / exact)
             bucket = min(exact + math.floor(position * exact), 2 * exact - 1)
-        return table[bucket, head - 1]
+        scale = math.sqrt(settings["hidden_size"] / heads) if settings["t5_scaled"] else 1
+        return scale * table[bucket, head - 1]
     if scheme == "kerple":
         r1 = weights["model.positions.r1"][head - 1].clamp(min=0.01)
         r2 = weights["model.positions.r2"][head - 1].clamp(min=0.01)

@@ -310,10 +310,12 @@ def test_an_empty_dynamic_cache_becomes_a_lex_cache_in_place() -> None:
 
 def foreign_caches(model: LexForCausalLM) -> dict[str, Any]:
     filled = DynamicCache()
-    filled.update(torch.zeros(1, 3, 2, 10), torch.zeros(1, 3, 2, 10), 0)
+    full = StaticCache(config=model.config, max_cache_len=9)
+    for cache in (filled, full):
+        cache.update(torch.zeros(1, 3, 2, 10), torch.zeros(1, 3, 2, 10), 0)
     return {
         "DynamicCache that holds 2 tokens": filled,
-        "StaticCache": StaticCache(config=model.config, max_cache_len=9),
+        "StaticCache that holds 2 tokens": full,
         "tuple": ((torch.zeros(1), torch.zeros(1)),),
         "other attention patterns": LexCache(tiny_model(training_length=6).config),
     }

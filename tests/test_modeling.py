@@ -33,6 +33,7 @@ SCHEMES: tuple[dict[str, Any], ...] = (
     {"position_embedding_type": "alibi", "alibi_slopes": "geometric", "alibi_slope_shift": 2},
     {"position_embedding_type": "alibi", "alibi_shared_slope": 3},
     {"position_embedding_type": "t5", "t5_num_buckets": 8, "t5_max_distance": 20},
+    {"position_embedding_type": "t5", "t5_num_buckets": 6, "t5_max_distance": 9, "t5_scaled": True},
     {"position_embedding_type": "kerple"},
     {"position_embedding_type": "kerple", "kerple_variant": "power"},
     {"position_embedding_type": "sandwich", "sandwich_dim": 16},

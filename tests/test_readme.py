@@ -56,8 +56,10 @@ def test_the_schemes_behave_as_published() -> None:
             assert values == sorted(values, reverse=True), system
         elif not is_blockwise and scheme in ("rope", "sinusoidal"):
             assert curve[2048] > 1.5 * curve[128], system
-        elif scheme == "alibi":
+        elif scheme == "alibi" or (is_blockwise and scheme in ("t5", "kerple", "sandwich", "smoothed_sandwich")):
             assert curve[2048] < 1.02 * curve[128], system
+        elif scheme in ("t5", "kerple", "sandwich", "smoothed_sandwich"):
+            assert curve[256] < curve[128], system  # beyond that, T5 rises in the paper, too
 
 
 def test_the_record_shows_what_readme_says() -> None:

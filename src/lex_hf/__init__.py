@@ -1,19 +1,33 @@
 """Length-Extrapolatable (LEX) Transformers for Hugging Face.
 
-Importing the package registers `LexConfig`, `LexModel` and `LexForCausalLM` with the Auto classes, so that
-`AutoModelForCausalLM.from_pretrained` loads LEX checkpoints. See arXiv 2212.10554.
+Importing the package registers its classes with the Auto classes, so that `AutoModelForCausalLM.from_pretrained` loads
+LEX checkpoints. See arXiv 2212.10554.
 """
 
 from importlib import resources
 
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
 
 from .cache_lex import LexCache
 from .checks import PositionCheck, check_positions
 from .configuration_lex import LexConfig
-from .modeling_lex import LexForCausalLM, LexModel
+from .modeling_lex import (
+    LexForCausalLM,
+    LexForQuestionAnswering,
+    LexForSequenceClassification,
+    LexForTokenClassification,
+    LexModel,
+)
 from .receptive_field import ReceptiveField, receptive_field, theoretical_receptive_field
 from .resolution import Resolution, attention_resolution, expected_attention, measure_resolution
+from .static_cache_lex import LexStaticCache
 from .torchscale import from_torchscale
 
 __version__ = "0.1.0"
@@ -21,7 +35,11 @@ __all__ = [
     "LexCache",
     "LexConfig",
     "LexForCausalLM",
+    "LexForQuestionAnswering",
+    "LexForSequenceClassification",
+    "LexForTokenClassification",
     "LexModel",
+    "LexStaticCache",
     "PositionCheck",
     "ReceptiveField",
     "Resolution",
@@ -38,10 +56,16 @@ __all__ = [
 AutoConfig.register("lex", LexConfig)
 AutoModel.register(LexConfig, LexModel)
 AutoModelForCausalLM.register(LexConfig, LexForCausalLM)
+AutoModelForSequenceClassification.register(LexConfig, LexForSequenceClassification)
+AutoModelForTokenClassification.register(LexConfig, LexForTokenClassification)
+AutoModelForQuestionAnswering.register(LexConfig, LexForQuestionAnswering)
 # Saving a model then saves its code, which loads where lex_hf is not installed.
 LexConfig.register_for_auto_class()
 LexModel.register_for_auto_class("AutoModel")
 LexForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+LexForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
+LexForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
+LexForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
 
 
 def metric_path(name: str = "perplexity") -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .configuration_lex import LexConfig
 from .positions_lex import rotate
@@ -86,7 +86,7 @@ class LexCacheLayer(CacheLayerMixin):
         with torch.inference_mode(False):  # so that a text begun in inference mode may be continued outside of it
             self.keys = torch.zeros((batch, heads, slots, width), dtype=self.dtype, device=self.device)
             self.values = torch.zeros_like(self.keys)
-        self.fills, self.lengths = [0] * batch, [0] * batch
+        self.batch_size, self.fills, self.lengths = batch, [0] * batch, [0] * batch
         self.is_initialized = True
 
     def update(
@@ -280,6 +280,7 @@ class LexCacheLayer(CacheLayerMixin):
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply a function of rows to all states."""
         self.keys, self.values = function(self.keys), function(self.values)
+        self.batch_size = self.keys.shape[0]
         if self.past is not None:
             self.past = function(self.past[0]), function(self.past[1])
 
@@ -293,6 +294,7 @@ class LexCache(Cache):
 
     Args:
         config: Configuration of the model.
+        offloading: Whether layers with full attention wait in the memory of the host; needs an accelerator.
 
     Example:
         >>> from lex_hf import LexCache, LexConfig
@@ -301,8 +303,9 @@ class LexCache(Cache):
         0
     """
 
-    def __init__(self, config: LexConfig) -> None:
-        super().__init__(layers=[LexCacheLayer(config.attention_span(name)) for name in config.layer_patterns])
+    def __init__(self, config: LexConfig, offloading: bool = False) -> None:
+        layers = [LexCacheLayer(config.attention_span(name)) for name in config.layer_patterns]
+        super().__init__(layers=layers, offloading=offloading)
 
     def nbytes(self) -> int:
         """Return the bytes that all layers occupy."""
@@ -311,29 +314,3 @@ class LexCache(Cache):
     def nbytes_by_layer(self) -> list[int]:
         """Return the bytes that each layer occupies; only those of full attention grow with the text."""
         return [layer.nbytes() for layer in self.layers]
-
-
-def usable_cache(cache: Cache | None, config: LexConfig) -> Cache | None:
-    """Return `cache` with LEX layers: as it is, or, if it is an empty `DynamicCache`, with its layers replaced.
-
-    Raises:
-        ValueError: If the cache already holds states that LEX layers did not store, or was made for another model.
-    """
-    if cache is None:
-        return None
-    blocks = [config.attention_span(name) for name in config.layer_patterns]
-    if not isinstance(cache, Cache):
-        raise ValueError(f"past_key_values is a {type(cache).__name__}; pass a LexCache, or None to have one made.")
-    layers = cache.layers
-    if layers and all(hasattr(layer, "block") for layer in layers):
-        # An assistant that exits early uses the first layers of a longer cache.
-        if [layer.block for layer in layers][: len(blocks)] != blocks:
-            raise ValueError("past_key_values was made for a model with other attention patterns or block lengths.")
-        return cache
-    if not isinstance(cache, DynamicCache) or cache.get_seq_length() > 0:
-        raise ValueError(
-            f"past_key_values is a {type(cache).__name__} that holds {cache.get_seq_length()} tokens; LEX continues "
-            "only from its own cache. Pass a LexCache, an empty DynamicCache, or None to have one made."
-        )
-    cache.layers, cache.layer_class_to_replicate = [LexCacheLayer(block) for block in blocks], None
-    return cache

@@ -62,6 +62,7 @@ class LexConfig(PreTrainedConfig):
         alibi_shared_slope: h, if all heads shall have the slope 2^-h; `None` for a slope of each.
         t5_num_buckets: Number of buckets of distances; even.
         t5_max_distance: Distance from which on all share the last bucket.
+        t5_scaled: Whether T5's table is multiplied by √head_dim, as in KERPLE's code.
         kerple_variant: `"log"` or `"power"`.
         sandwich_dim: d̄, twice the number of cosines; even.
         sandwich_first_index: First index of the sum of cosines, 1 (as printed) or 0.
@@ -121,6 +122,7 @@ class LexConfig(PreTrainedConfig):
     alibi_shared_slope: float | int | None = None
     t5_num_buckets: int = 32
     t5_max_distance: int = 128
+    t5_scaled: bool = False
     kerple_variant: str = "log"
     sandwich_dim: int = 128
     sandwich_first_index: int = 1

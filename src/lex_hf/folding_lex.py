@@ -42,6 +42,7 @@ class Rows:
         document: Number of the document each token belongs to, shape `(batch, sequence)`; `None` if no row holds more
             than one.
         position: Position of each token in its document, same shape; `None` as above.
+        real: Which columns hold tokens, shape `(batch, sequence)`; `None` if all do.
     """
 
     counts: list[int]
@@ -49,6 +50,7 @@ class Rows:
     inverse: torch.Tensor | None = None
     document: torch.Tensor | None = None
     position: torch.Tensor | None = None
+    real: torch.Tensor | None = None
 
     @classmethod
     def of(
@@ -72,30 +74,30 @@ class Rows:
             real = attention_mask[:, -length:] != 0
             # A compiler must not look at values: it always sorts, and knows no counts (they serve the cache only).
             if torch.compiler.is_compiling():
-                return cls([length] * batch, *_real_first(real))
+                order, inverse = _real_first(real) if length > 1 else (None, None)
+                return cls([length] * batch, order, inverse, real=real)
             if not real.all():
                 counts = real.sum(dim=1).tolist()
-                return cls(counts) if (real[:, 1:] <= real[:, :-1]).all() else cls(counts, *_real_first(real))
+                order, inverse = (None, None) if (real[:, 1:] <= real[:, :-1]).all() else _real_first(real)
+                return cls(counts, order, inverse, real=real)
         if position_ids is not None and length > 1:
             starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
             if torch.compiler.is_compiling() or starts.any():
                 return cls([length] * batch, None, None, *_documents(starts.expand(batch, -1)))
         return cls([length] * batch)
 
-    def positions(self, lengths: list[int], length: int, device: torch.device) -> torch.Tensor:
+    def positions(self, before: torch.Tensor, length: int) -> torch.Tensor:
         """Return the position of each token in its own text, shape `(batch, length)`; padding repeats another's.
 
         Args:
-            lengths: Number of tokens that each row has read before; empty for none.
+            before: Number of tokens that each row has read before, shape `(batch,)`.
             length: Number of columns.
-            device: Where to put the result.
         """
         if self.position is not None:
             return self.position
-        rank = torch.arange(length, device=device) if self.inverse is None else self.inverse
-        last = torch.tensor([max(count - 1, 0) for count in self.counts], device=device)[:, None]
-        before = torch.tensor(lengths or [0] * len(self.counts), device=device)[:, None]
-        return before + torch.minimum(rank, last)
+        rank = torch.arange(length, device=before.device) if self.inverse is None else self.inverse
+        last = torch.tensor([max(count - 1, 0) for count in self.counts], device=before.device)[:, None]
+        return before[:, None] + torch.minimum(rank, last)
 
     def align(self, states: torch.Tensor) -> torch.Tensor:
         """Bring the real tokens of each row to its front, `(batch, heads, sequence, head_dim)`."""
@@ -136,6 +138,11 @@ class AttentionPlan(Writer, Protocol):
     @property
     def rows(self) -> Rows:
         """Layout of the batch."""
+        ...
+
+    @property
+    def rotation(self) -> Rotation | None:
+        """Factors that turn queries and keys."""
         ...
 
     def turn(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -185,8 +192,24 @@ class Fold:
         """The position bias between these slots, all less than `num_slots`."""
         return self.scheme.bias(query, key, num_slots, torch.promote_types(like.dtype, torch.float32))
 
+    @property
+    def is_flash(self) -> bool:
+        """Whether the attention function is one of flash attention: no masks, but causality from the last key back."""
+        return "flash" in self.implementation
+
     def mask(self, seen: torch.Tensor | None, bias: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
-        """What the attention function takes for the keys seen and the position bias."""
+        """What the attention function takes for the keys seen and the position bias.
+
+        Raises:
+            ValueError: If it takes no masks.
+        """
+        if self.is_flash and (seen is not None or bias is not None):
+            what = type(self.scheme).__name__ if bias is not None else f"{self.pattern} attention in this batch"
+            raise ValueError(
+                f"{self.implementation} takes no mask, and {what} needs one. It serves xPos and other schemes without "
+                "a bias, blockwise or full, without packing, and rows of one length when a cache is continued. Load "
+                "the model with attn_implementation='sdpa'."
+            )
         return attention_mask(seen, bias, self.implementation, like.dtype)
 
     def plan(self, rows: Rows, fills: list[int], length: int, like: torch.Tensor) -> AttentionPlan:
@@ -218,7 +241,8 @@ class UniformPlan:
         head: Number of tokens in the head; `blocks` and `tail` likewise.
         first_key: First slot the head sees.
         masks: Masks of head, blocks and tail, `None` where all keys are seen or `causal` says it.
-        causal: Whether the head is plain causal attention, which attention functions do best on their own.
+        causal: Whether head, blocks and tail are plain causal attention, which attention functions do on their own:
+            every key is seen but those after the query, and the last key is that of the last query.
         rotation: Factors that turn queries and keys.
     """
 
@@ -230,7 +254,7 @@ class UniformPlan:
     tail: int
     first_key: int
     masks: tuple[torch.Tensor | None, ...]
-    causal: bool
+    causal: tuple[bool, ...]
     rotation: Rotation | None
 
     @classmethod
@@ -288,7 +312,7 @@ class UniformPlan:
                 key[:, :, self.first_key : end],
                 value[:, :, self.first_key : end],
                 self.masks[0],
-                self.causal,
+                self.causal[0],
             )
         ]
         if self.blocks or self.tail:
@@ -312,12 +336,12 @@ class UniformPlan:
         if self.blocks:
             keys = torch.cat((_folded(previous[:, :, :whole], block), _folded(key[:, :, block:], block, whole)), dim=2)
             values = torch.cat((_folded(value, block, whole), _folded(value[:, :, block:], block, whole)), dim=2)
-            output, weights = function(_folded(query, block, whole), keys, values, self.masks[1], False)
+            output, weights = function(_folded(query, block, whole), keys, values, self.masks[1], self.causal[1])
             output = output.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
             parts.append((output, None if weights is None else weights.unflatten(0, (batch, -1))))
         if self.tail:
             keys = torch.cat((previous[:, :, whole:], key[:, :, block + whole :]), dim=2)
-            parts.append(function(query[:, :, whole:], keys, value[:, :, whole:], self.masks[2], False))
+            parts.append(function(query[:, :, whole:], keys, value[:, :, whole:], self.masks[2], self.causal[2]))
         return parts
 
     def _dense_weights(self, parts: list[torch.Tensor | None], slots: int) -> torch.Tensor | None:
@@ -344,26 +368,30 @@ def _uniform_masks(
     parts: tuple[int, int, int, int],
     first_key: int,
     like: torch.Tensor,
-) -> tuple[tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None], bool]:
-    """Masks of head, blocks and tail, and whether the head is plain causal attention without one."""
+) -> tuple[tuple[torch.Tensor | None, ...], tuple[bool, ...]]:
+    """Masks of head, blocks and tail, and which of them are plain causal attention, for which they have none."""
     fill, head, blocks, tail = parts
     num_slots = max(fill + head, 2 * (block or 0)) if blocks or tail else fill + head
     slots = torch.arange(num_slots, device=like.device)
     query, key = slots[fill : fill + head], slots[first_key : fill + head]
-    bias = fold.bias(query, key, num_slots, like)
+    bias, unpacked = fold.bias(query, key, num_slots, like), rows.document is None
     whole = fold.pattern != "sliding" or fold.block is None or fill + head <= fold.block
-    plain = fill == 0 and whole and rows.document is None and bias is None
-    causal = plain and head > 1 and fold.implementation == "sdpa"
-    seen = None if causal or head == 1 else _seen(fold, rows, query, key, slice(fill, fill + head))
-    masks = [None if causal else fold.mask(seen, bias, like), None, None]
+    # Only sdpa counts the keys that a query sees from the first one, so it knows no past.
+    known = fold.is_flash or (fold.implementation == "sdpa" and fill == 0)
+    causal = [known and whole and unpacked and bias is None and head > 1, False, False]
+    seen = None if causal[0] or head == 1 else _seen(fold, rows, query, key, slice(fill, fill + head))
+    masks = [None if causal[0] else fold.mask(seen, bias, like), None, None]
     start = fill + head
     for part, (size, count) in enumerate(((block or 0, blocks), (tail, min(tail, 1))), start=1):
         if block is not None and count:
             query, key = slots[block : block + size], slots[: block + size]
-            seen = _seen_folded(fold, rows, query, key, (start, size, count, block))
-            masks[part] = fold.mask(seen, fold.bias(query, key, num_slots, like), like)
+            bias = fold.bias(query, key, num_slots, like)
+            causal[part] = fold.is_flash and fold.pattern == "blockwise" and unpacked and bias is None
+            if not causal[part]:
+                seen = _seen_folded(fold, rows, query, key, (start, size, count, block))
+                masks[part] = fold.mask(seen, bias, like)
             start += size * count
-    return (masks[0], masks[1], masks[2]), causal
+    return tuple(masks), tuple(causal)
 
 
 def _seen(fold: Fold, rows: Rows, query: torch.Tensor, key: torch.Tensor, columns: slice) -> torch.Tensor:

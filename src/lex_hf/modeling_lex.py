@@ -9,17 +9,23 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
-from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
 from transformers.utils import can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from .cache_lex import LexCache, usable_cache
+from .cache_lex import LexCache
 from .configuration_lex import LexConfig
 from .folding_lex import AttentionPlan, Fold, Rows, UniformPlan
 from .positions_lex import SCHEMES, PositionScheme
+from .static_cache_lex import LexStaticCache, static_plan, usable_cache
 
 logger = logging.get_logger(__name__)
 
@@ -130,6 +136,10 @@ class LexAttention(nn.Module):
             mask: torch.Tensor | None,
             causal: bool,
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
+            if self.config._attn_implementation == "flex_attention" and mask is not None:
+                # It takes what is added to scores under this name, and the mask without heads.
+                kwargs["position_bias"] = mask.expand(*query.shape[:3], key.shape[2])
+                mask = None
             output, weights = interface(
                 self,
                 query,
@@ -179,7 +189,10 @@ class LexPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["LexDecoderLayer"]  # noqa: RUF012 - transformers declares these so
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
+    _supports_flash_attn = True
+    _supports_flex_attn = True
     _supports_attention_backend = True
+    _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": LexDecoderLayer, "attentions": LexAttention}  # noqa: RUF012
 
     @torch.no_grad()
@@ -294,8 +307,11 @@ class LexModel(LexPreTrainedModel):
         """Absolute positions, for schemes that know them: those given, or counted from a text's first token."""
         if position_ids is not None:
             return position_ids
-        lengths = [] if cache is None else cache.layers[0].lengths
-        return rows.positions(lengths, like.shape[1], like.device)
+        before = torch.zeros(like.shape[0], dtype=torch.long, device=like.device)
+        if cache is not None and cache.is_initialized:
+            layer = cache.layers[0]
+            before = layer.positions if layer.is_compileable else before.new_tensor(layer.lengths)
+        return rows.positions(before, like.shape[1])
 
     def _plans(self, rows: Rows, cache: Cache | None, like: torch.Tensor) -> dict[str, AttentionPlan]:
         """Plan this forward pass, once for each attention pattern in use."""
@@ -304,8 +320,11 @@ class LexModel(LexPreTrainedModel):
         for pattern in dict.fromkeys(patterns):
             block = self.config.attention_span(pattern)
             fold = Fold(pattern, block, self.positions, self.config._attn_implementation)
-            fills = [] if cache is None else cache.layers[patterns.index(pattern)].fills
-            plans[pattern] = fold.plan(rows, fills, like.shape[1], like)
+            layer = None if cache is None else cache.layers[patterns.index(pattern)]
+            if layer is not None and layer.is_compileable:
+                plans[pattern] = static_plan(fold, rows, layer, like.shape[1], like)
+            else:
+                plans[pattern] = fold.plan(rows, [] if layer is None else layer.fills, like.shape[1], like)
         return plans
 
     @torch.no_grad()
@@ -329,7 +348,7 @@ class LexModel(LexPreTrainedModel):
 
 
 def _check_cache(cache: Cache | None, batch: int) -> None:
-    rows = batch if cache is None else len(cache.layers[0].fills or range(batch))
+    rows = batch if cache is None or not cache.layers[0].is_initialized else cache.layers[0].batch_size
     if rows != batch:
         raise ValueError(f"past_key_values holds {rows} texts and the input has {batch} rows; they must be as many.")
 
@@ -337,7 +356,10 @@ def _check_cache(cache: Cache | None, batch: int) -> None:
 def _check_mask(attention_mask: torch.Tensor | None, batch: int, length: int, cache: Cache | None) -> None:
     if attention_mask is None:
         return
-    total = length + (0 if cache is None else cache.get_seq_length())
+    if cache is not None and cache.is_compileable:  # what it has read is no number that a compiler may look at
+        total = max(length, attention_mask.shape[-1])
+    else:
+        total = length + (0 if cache is None else cache.get_seq_length())
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] != total:
         raise ValueError(
             f"attention_mask has the shape {tuple(attention_mask.shape)}; it must be (batch, tokens) = "
@@ -434,28 +456,116 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
         if mask is not None and not (empty := mask.any(dim=1)).all():
             row = int((~empty).nonzero()[0])
             raise ValueError(f"Row {row} of attention_mask has no 1: a prompt needs at least one token.")
-        wanted = generation_config.cache_implementation
-        if wanted not in (None, "dynamic"):
+        wanted = generation_config.cache_implementation or "dynamic"
+        if wanted not in CACHE_IMPLEMENTATIONS:
             raise ValueError(
                 f"cache_implementation={wanted!r} is not available: LEX generates with its own cache, which already "
-                "has a constant size. Leave cache_implementation unset."
+                f"has a constant size. Use one of {CACHE_IMPLEMENTATIONS}, or leave it unset."
             )
-        super()._prepare_cache_for_generation(
-            generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
-        )
         cache = model_kwargs.get("past_key_values")
-        if cache is None:
-            return
-        if getattr(cache, "_is_user_defined", False):
+        if cache is not None:
+            super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
+            )
             model_kwargs["past_key_values"] = usable_cache(cache, self.config)
-            return
-        model_kwargs["past_key_values"] = LexCache(self.config)
-        if generation_config.is_assistant:  # its guesses are taken back
-            model_kwargs["past_key_values"].activate_past_recording()
+        elif generation_config.use_cache is not False:
+            length = max(max_cache_length, generation_config.max_cache_len or 0)
+            model_kwargs["past_key_values"] = self._new_cache(wanted, length)
+            if generation_config.is_assistant:  # its guesses are taken back
+                model_kwargs["past_key_values"].activate_past_recording()
 
+    def _new_cache(self, implementation: str, length: int) -> Cache:
+        """Make a cache for `generate`; one of static length has the longest of all so far, so compilers meet one."""
+        offloading = implementation.startswith("offloaded")
+        if offloading and self.device.type == "cpu":
+            raise ValueError(
+                f"cache_implementation={implementation!r} moves the cache off an accelerator, and the model is on the "
+                "CPU: leave cache_implementation unset, or use 'static'."
+            )
+        if not implementation.endswith("static"):
+            return LexCache(self.config, offloading=offloading)
+        self._previous_max_cache_length = max(length, getattr(self, "_previous_max_cache_length", 0))
+        return LexStaticCache(self.config, self._previous_max_cache_length, offloading=offloading)
+
+    @staticmethod
+    def create_masks_for_generate(
+        config: LexConfig, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+    ) -> torch.Tensor | None:
+        """Keep of the mask what belongs to the new tokens: with a static cache, its shape must not change.
+
+        Args:
+            config: Configuration of the model.
+            inputs_embeds: A tensor of shape `(batch, sequence, any)`.
+            attention_mask: Shape `(batch, tokens read + sequence)`, or `None`.
+            kwargs: Unused; part of transformers' interface.
+        """
+        return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+
+    def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
+        """Return the forward pass, compiled for single tokens; longer inputs are laid out by their length, eagerly."""
+        compiled = super().get_compiled_call(compile_config)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = kwargs.get("input_ids") if kwargs.get("inputs_embeds") is None else kwargs["inputs_embeds"]
+            is_step = given is not None and given.shape[1] == 1
+            return (compiled if is_step else self)(*args, **kwargs)
+
+        return call
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse paged caches.
+
+        Raises:
+            NotImplementedError: Always; says what to use.
+        """
+        raise NotImplementedError(
+            "Continuous batching pages the cache, and a page knows no blocks of LEX. The cache of a LEX model has a "
+            "constant size, so nothing is won by paging: call generate() with a left-padded batch."
+        )
+
+
+# The generic classes make their decoder by AutoModel, which does not know a model that was loaded as remote code; so
+# each head makes its own.
+class LexForSequenceClassification(GenericForSequenceClassification, LexPreTrainedModel):
+    """The decoder with a linear head on the last token of each text: logits of shape `(batch, num_labels)`."""
+
+    def __init__(self, config: LexConfig) -> None:
+        PreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = LexModel(config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class LexForTokenClassification(GenericForTokenClassification, LexPreTrainedModel):
+    """The decoder with a linear head on every token: logits of shape `(batch, sequence, num_labels)`."""
+
+    def __init__(self, config: LexConfig) -> None:
+        PreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = LexModel(config)
+        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class LexForQuestionAnswering(GenericForQuestionAnswering, LexPreTrainedModel):
+    """The decoder with a head for the start and the end of an answer: two logits for every token."""
+
+    def __init__(self, config: LexConfig) -> None:
+        PreTrainedModel.__init__(self, config)
+        self.model = LexModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()
+
+
+CACHE_IMPLEMENTATIONS = ("dynamic", "static", "offloaded", "offloaded_static")
 
 AUTO_MAP = {
     "AutoConfig": "configuration_lex.LexConfig",
     "AutoModel": "modeling_lex.LexModel",
     "AutoModelForCausalLM": "modeling_lex.LexForCausalLM",
+    "AutoModelForSequenceClassification": "modeling_lex.LexForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_lex.LexForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_lex.LexForQuestionAnswering",
 }
