@@ -121,10 +121,52 @@ def test_generation_from_embeddings_and_with_a_cache_of_ones_own() -> None:
     assert torch.equal(model.generate(inputs_embeds=embeds, **settings), expected[:, 16:])
 
 
+@pytest.mark.parametrize("mode", [{}, {"num_beams": 3}, {"do_sample": True}])
+def test_eight_prompts_of_one_token_to_five_blocks(mode: dict[str, Any]) -> None:
+    model = tiny_model(dtype=torch.float64)
+    prompts = [random_ids(n, seed=n) for n in (1, 2, 7, 13, 15, 21, 29, 35)]
+    torch.manual_seed(0)
+    settings = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True, **mode}
+    result = model.generate(**left_padded(prompts), output_logits=True, **settings)
+    for row, prompt in enumerate(prompts):
+        tokens = result.sequences[row, 35:]
+        if mode.get("do_sample"):  # draws differ, the distributions must not
+            with torch.no_grad():
+                alone = model(torch.cat((prompt, tokens))[None]).logits[0, len(prompt) - 1 : -1]
+            together = torch.stack([step[row] for step in result.logits])
+            torch.testing.assert_close(together, alone.float(), atol=1e-5, rtol=0)
+        else:
+            assert torch.equal(tokens, model.generate(prompt[None], **settings).sequences[0, len(prompt) :])
+
+
+def test_what_generate_returns_has_the_documented_shapes() -> None:
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    outputs = {"output_scores": True, "output_logits": True, "output_attentions": True, "output_hidden_states": True}
+    result = model.generate(
+        random_ids(2, 9), max_new_tokens=12, do_sample=False, return_dict_in_generate=True, **outputs
+    )
+    assert [step.shape for step in result.scores] == [(2, 97)] * 12 == [step.shape for step in result.logits]
+    lengths = [9] + [1] * 11
+    # Slots: what the cache still holds of the text, one or two blocks of 7, and the new token.
+    slots = [9, 10, 11, 12, 13, 14, 8, 9, 10, 11, 12, 13]
+    for step, (length, seen) in enumerate(zip(lengths, slots, strict=True)):
+        assert [state.shape for state in result.hidden_states[step]] == [(2, length, 30)] * 3
+        assert [weights.shape for weights in result.attentions[step]] == [(2, 3, length, seen)] * 2
+    beams = model.generate(random_ids(2, 9), num_beams=3, max_new_tokens=4, return_dict_in_generate=True, **outputs)
+    assert beams.sequences_scores.shape == (2,)
+    assert [step.shape for step in beams.scores] == [(6, 97)] * 4
+
+
+def test_continuous_batching_is_refused_with_what_to_use() -> None:
+    with pytest.raises(NotImplementedError, match="left-padded batch"):
+        tiny_model().generate_batch([[1, 2, 3]], max_new_tokens=2)
+
+
 def test_bad_prompts_are_refused() -> None:
     model, ids = tiny_model(), random_ids(2, 4)
     mask = torch.tensor([[1, 1, 1, 1], [0, 0, 0, 0]])
     with pytest.raises(ValueError, match="Row 1 of attention_mask has no 1"):
         model.generate(ids, attention_mask=mask, max_new_tokens=2)
-    with pytest.raises(ValueError, match="cache_implementation='static' is not available"):
-        model.generate(ids, cache_implementation="static", max_new_tokens=2)
+    with pytest.raises(ValueError, match="cache_implementation='offloaded' moves the cache off an accelerator"):
+        model.generate(ids, cache_implementation="offloaded", max_new_tokens=2)

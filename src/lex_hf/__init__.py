@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from .cache_files import load_cache, save_cache
 from .cache_lex import LexCache
 from .checks import PositionCheck, check_positions
 from .configuration_lex import LexConfig
@@ -47,9 +48,11 @@ __all__ = [
     "check_positions",
     "expected_attention",
     "from_torchscale",
+    "load_cache",
     "measure_resolution",
     "metric_path",
     "receptive_field",
+    "save_cache",
     "theoretical_receptive_field",
 ]
 
