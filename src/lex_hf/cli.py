@@ -440,6 +440,60 @@ def generate(
         print(json.dumps({"text": words.decode(tokens), "tokens": tokens}))  # noqa: T201
 
 
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(help="Folder of a saved model with its tokenizer and model card.")],
+    repo_id: Annotated[str, typer.Argument(help="Repository, as user/name; it is made if it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private.")] = False,
+    revision: Annotated[
+        str | None, typer.Option("--revision", "--branch", help="Branch, made if it does not exist; main by default.")
+    ] = None,
+    message: Annotated[str, typer.Option(help="Message of the commit.")] = "Upload model",
+    create_pr: Annotated[bool, typer.Option("--create-pr", help="Open a pull request instead.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be sent and what not.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Push a saved model to the Hub in one commit: weights, code, tokenizer, card, pictures.
+
+    Checkpoints, training states, logs, pickles and hidden files stay. Log in first with `hf auth login`.
+    """
+    from lex_hf import hub
+
+    with _session(as_json) as console, hub.plain_errors(repo_id):
+        if dry_run:
+            files = hub.examine_folder(folder)
+            if not as_json:
+                console.print(_files_table(f"{folder} to {repo_id}", files))
+            hub.check_push(folder, repo_id, revision=revision, create_pr=create_pr)
+            result: dict[str, Any] = {"files": [vars(file) for file in files]}
+        else:
+            commit = hub.push_folder(
+                folder, repo_id, private=private, revision=revision, message=message, create_pr=create_pr
+            )
+            result = {"commit": commit.oid, "url": commit.pr_url or commit.commit_url}
+            console.print(f"Pushed: {result['url']}", soft_wrap=True, highlight=False)
+    if as_json:
+        print(json.dumps(result))  # noqa: T201
+
+
+def _files_table(title: str, files: list[Any]) -> Table:
+    """What a push sends, with sizes, and below a line what stays, with the reasons."""
+    from rich.filesize import decimal
+    from rich.text import Text
+
+    sent = [file for file in files if file.sent]
+    total = decimal(sum(file.size for file in sent))
+    caption = f"{len(sent)} files, {total}, would be sent; the rest stays."
+    table = Table(title=Text(title), caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("file", overflow="fold")
+    table.add_column("size", justify="right", no_wrap=True)
+    table.add_column("sent", no_wrap=True)
+    table.add_column("what, or why not")
+    for file in files:
+        table.add_row(Text(file.path), decimal(file.size), "yes" if file.sent else "no", file.what)
+    return table
+
+
 def _prompt(text: str, tokenizer: Any) -> Any:
     """Tokenise a prompt; an empty one begins with the start token."""
     inputs = tokenizer(text or tokenizer.bos_token or "", return_tensors="pt")
