@@ -317,3 +317,20 @@ def test_xpos_with_full_attention_says_where_it_ends() -> None:
 def test_position_bias_is_zero_for_schemes_that_turn() -> None:
     bias = tiny_model().position_bias(torch.arange(4), torch.arange(5))
     assert torch.equal(bias, torch.zeros(3, 4, 5))
+
+
+@pytest.mark.parametrize("extra", [{}, {"num_items_in_batch": 17}, {"num_items_in_batch": torch.tensor(17)}])
+def test_the_chunked_loss_is_the_loss_and_has_its_gradients(extra: dict[str, Any]) -> None:
+    ids, results = random_ids(3, 40), []
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=torch.Generator().manual_seed(0)) < 0.3, -100)
+    for chunked in (False, True):
+        model = tiny_model(tie_word_embeddings=True, chunked_loss=chunked).train()
+        output = model(ids, labels=labels, use_cache=False, **extra)
+        output.loss.backward()
+        assert (output.logits is None) == chunked
+        results.append((output.loss, dict(model.named_parameters())))
+    torch.testing.assert_close(results[1][0], results[0][0], atol=1e-5, rtol=0)
+    for name, parameter in results[0][1].items():
+        torch.testing.assert_close(results[1][1][name].grad, parameter.grad, atol=1e-4, rtol=0)
+    with torch.no_grad():
+        assert model.eval()(ids, labels=labels).logits.shape == (3, 40, 97)

@@ -733,6 +733,18 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, folder: str) -> None:
     assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
 
 
+@pytest.mark.parametrize("protocol", ["chunked", "sliding"])
+def test_logits_of_a_long_text_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+    model = tiny_model(vocab_size=257, bos_token_id=256, pad_token_id=256)
+    options = {"length": 16, "protocol": protocol, "batch_size": 2}
+    whole = compute(model, TEXTS, **options)
+    largest = []
+    model.lm_head.register_forward_pre_hook(lambda module, inputs: largest.append(inputs[0].shape[0]))
+    monkeypatch.setattr("lex_hf.perplexity._LOGITS_AT_ONCE", 7)
+    assert compute(model, TEXTS, **options).nll == pytest.approx(whole.nll, rel=1e-6)
+    assert max(largest) == 7
+
+
 def test_full_disk_loses_nothing(tmp_path: Path) -> None:
     path, options = tmp_path / "records.jsonl", {"length": 6}
     whole = compute(Bigram(), TEXTS, records=path, **options)

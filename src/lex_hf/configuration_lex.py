@@ -37,6 +37,8 @@ class LexConfig(PreTrainedConfig):
         initializer_range: Standard deviation of the normal initialisation of all matrices.
         tie_word_embeddings: Whether the LM head shares the token embedding.
         use_cache: Whether a forward pass returns a cache by default.
+        chunked_loss: Whether training computes the loss a piece of the tokens at a time, and returns no logits. It
+            saves the memory of `tokens × vocab_size` numbers, twice; what needs logits in training, must not use it.
         bos_token_id: Id of the first token of a text.
         eos_token_id: Id, or ids, of the token that ends a text.
         pad_token_id: Id used to fill batches.
@@ -101,6 +103,7 @@ class LexConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
     use_cache: bool = True
+    chunked_loss: bool = False
     bos_token_id: int | None = 50256
     eos_token_id: int | list[int] | None = 50256
     pad_token_id: int | None = None

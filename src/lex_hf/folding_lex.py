@@ -101,11 +101,11 @@ class Rows:
 
     def align(self, states: torch.Tensor) -> torch.Tensor:
         """Bring the real tokens of each row to its front, `(batch, heads, sequence, head_dim)`."""
-        return states if self.order is None else states.take_along_dim(self.order[:, None, :, None], dim=2)
+        return states if self.order is None else states.gather(2, self.order[:, None, :, None].expand_as(states))
 
     def restore(self, states: torch.Tensor) -> torch.Tensor:
         """Undo [`Rows.align`]."""
-        return states if self.inverse is None else states.take_along_dim(self.inverse[:, None, :, None], dim=2)
+        return states if self.inverse is None else states.gather(2, self.inverse[:, None, :, None].expand_as(states))
 
     def restore_weights(self, weights: torch.Tensor) -> torch.Tensor:
         """Bring weights, `(batch, heads, sequence, slots)`, into the order of the columns; the last slots are new."""
@@ -190,7 +190,7 @@ class Fold:
 
     def bias(self, query: torch.Tensor, key: torch.Tensor, num_slots: int, like: torch.Tensor) -> torch.Tensor | None:
         """The position bias between these slots, all less than `num_slots`."""
-        return self.scheme.bias(query, key, num_slots, torch.promote_types(like.dtype, torch.float32))
+        return self.scheme(query, key, num_slots, torch.promote_types(like.dtype, torch.float32))
 
     @property
     def is_flash(self) -> bool:
@@ -264,8 +264,8 @@ class UniformPlan:
         # Blocks of packed documents begin anywhere in a row, so a query may look back over two of the row's own.
         if block is not None and rows.document is not None and fold.pattern == "blockwise":
             block = 2 * block
-        head = length if block is None else min(length, 2 * block - fill)
-        blocks, tail = (0, 0) if block is None else divmod(length - head, block)
+        head = length if block is None or length <= 2 * block - fill else 2 * block - fill
+        blocks, tail = (0, 0) if block is None else ((length - head) // block, (length - head) % block)
         first_key = max(0, fill + 1 - (block or 0)) if fold.pattern == "sliding" and head == 1 else 0
         masks, causal = _uniform_masks(fold, rows, block, (fill, head, blocks, tail), first_key, like)
         slots = _in_pair(torch.arange(fill, fill + length, device=like.device), block)
@@ -347,8 +347,8 @@ class UniformPlan:
     def _dense_weights(self, parts: list[torch.Tensor | None], slots: int) -> torch.Tensor | None:
         """Spread the weights of head, blocks and tail over a query × key matrix."""
         first = parts[0]
-        if first is None:
-            return None
+        if first is None or (len(parts) == 1 and self.first_key == 0):
+            return first  # the tensor that the output was made of, for those who want its gradient
         dense = first.new_zeros((*first.shape[:2], self.head + self.blocks * (self.block or 0) + self.tail, slots))
         dense[:, :, : self.head, self.first_key : self.first_key + first.shape[3]] = first
         query, block = self.head, self.block or 0
@@ -378,7 +378,9 @@ def _uniform_masks(
     whole = fold.pattern != "sliding" or fold.block is None or fill + head <= fold.block
     # Only sdpa counts the keys that a query sees from the first one, so it knows no past.
     known = fold.is_flash or (fold.implementation == "sdpa" and fill == 0)
-    causal = [known and whole and unpacked and bias is None and head > 1, False, False]
+    causal = [False, False, False]
+    if known and whole and unpacked and bias is None and head > 1:  # never a comparison that a compiler leaves open
+        causal[0] = True
     seen = None if causal[0] or head == 1 else _seen(fold, rows, query, key, slice(fill, fill + head))
     masks = [None if causal[0] else fold.mask(seen, bias, like), None, None]
     start = fill + head

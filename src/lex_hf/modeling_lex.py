@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_lex import LexCache
 from .configuration_lex import LexConfig
 from .folding_lex import AttentionPlan, Fold, Rows, UniformPlan
+from .loss_lex import chunked_causal_loss
 from .positions_lex import SCHEMES, PositionScheme
 from .static_cache_lex import LexStaticCache, static_plan, usable_cache
 
@@ -87,6 +88,7 @@ class LexAttention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.q_proj = nn.Linear(config.hidden_size, config.hidden_size)
         self.k_proj = nn.Linear(config.hidden_size, config.hidden_size)
@@ -97,6 +99,7 @@ class LexAttention(nn.Module):
         self,
         hidden_states: torch.Tensor,
         plan: AttentionPlan,
+        implementation: str,
         past_key_values: Cache | None = None,
         output_attentions: bool = False,
         **kwargs: Any,
@@ -106,6 +109,7 @@ class LexAttention(nn.Module):
         Args:
             hidden_states: Shape `(batch, sequence, hidden_size)`.
             plan: The plan of this forward pass for the pattern of this layer.
+            implementation: Name of the attention function; looking it up in the config of every layer takes time.
             past_key_values: The cache, or `None`.
             output_attentions: Whether to return weights (with eager attention only).
             kwargs: Passed on to the attention function.
@@ -120,14 +124,16 @@ class LexAttention(nn.Module):
         query, key = plan.turn(query, key)
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, plan)
-        output, weights = plan.attend(self._function(kwargs), query, key, value, output_attentions)
+        output, weights = plan.attend(self._function(implementation, kwargs), query, key, value, output_attentions)
         output = rows.restore(output).transpose(1, 2).reshape(batch, length, -1)
         return self.o_proj(output), None if weights is None else rows.restore_weights(weights)
 
-    def _function(self, kwargs: dict[str, Any]) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-        """The configured attention function in the form that plans call."""
-        interface = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
-        dropout = self.config.attention_dropout if self.training else 0.0
+    def _function(
+        self, implementation: str, kwargs: dict[str, Any]
+    ) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
+        """The attention function of that name in the form that plans call."""
+        interface = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+        dropout = self.attention_dropout if self.training else 0.0
 
         def attend(
             query: torch.Tensor,
@@ -136,7 +142,7 @@ class LexAttention(nn.Module):
             mask: torch.Tensor | None,
             causal: bool,
         ) -> tuple[torch.Tensor, torch.Tensor | None]:
-            if self.config._attn_implementation == "flex_attention" and mask is not None:
+            if implementation == "flex_attention" and mask is not None:
                 # It takes what is added to scores under this name, and the mask without heads.
                 kwargs["position_bias"] = mask.expand(*query.shape[:3], key.shape[2])
                 mask = None
@@ -151,7 +157,8 @@ class LexAttention(nn.Module):
                 is_causal=causal,
                 **kwargs,
             )
-            return output.transpose(1, 2), weights
+            # flex_attention returns log-sum-exps in this place.
+            return output.transpose(1, 2), weights if weights is not None and weights.dim() == 4 else None
 
         return attend
 
@@ -272,6 +279,8 @@ class LexModel(LexPreTrainedModel):
                 inputs_embeds, self._positions(rows, cache, position_ids, inputs_embeds)
             )
         plans = self._plans(rows, cache, inputs_embeds)
+        kwargs.setdefault("output_attentions", self.config.output_attentions)
+        kwargs["implementation"] = self.config._attn_implementation
         hidden_states = self.dropout(inputs_embeds)
         for layer, pattern in zip(self.layers, self.config.layer_patterns, strict=False):
             plan = plans[pattern]
@@ -340,7 +349,7 @@ class LexModel(LexPreTrainedModel):
         """
         num_positions = int(max(query_positions.max(), key_positions.max())) + 1
         dtype = torch.promote_types(self.embed_tokens.weight.dtype, torch.float32)
-        bias = self.positions.bias(query_positions, key_positions, num_positions, dtype)
+        bias = self.positions(query_positions, key_positions, num_positions, dtype)
         if bias is not None:
             return bias
         shape = (self.config.num_attention_heads, len(query_positions), len(key_positions))
@@ -416,7 +425,8 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
 
         Returns:
             `loss` (mean cross entropy in nats per token, if `labels` are given), `logits` of shape
-            `(batch, positions, vocab_size)`, `past_key_values`, `hidden_states`, `attentions`.
+            `(batch, positions, vocab_size)` (`None` in training with `config.chunked_loss`), `past_key_values`,
+            `hidden_states`, `attentions`.
         """
         outputs = self.model(
             input_ids,
@@ -427,9 +437,12 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
             use_cache=use_cache,
             **kwargs,
         )
-        logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
-        loss = None
-        if labels is not None:
+        loss, logits = None, None
+        if labels is not None and self.training and self.config.chunked_loss:
+            loss = chunked_causal_loss(outputs.last_hidden_state, self.lm_head.weight, labels, **kwargs)
+        else:
+            logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+        if labels is not None and logits is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,

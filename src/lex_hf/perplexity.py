@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.utils import find_executable_batch_size, gather_object, get_cpu_distributed_information
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
@@ -41,6 +41,7 @@ from lex_hf.modes import evaluating
 DEFAULT_LENGTH = 1024
 # What decides where files come from must hold for the tokenizer as it does for the model.
 _HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "token")
+_LOGITS_AT_ONCE = 4096  # tokens
 _LARGEST_BATCH = 64  # where the search for a batch size begins
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # in a config: where and with what it was saved
 _RECORD = b'{"key": "'  # how each line of a file of records begins
@@ -382,7 +383,8 @@ def score_windows(
     """Compute the losses of windows of documents.
 
     Windows without a cache share a batch if they are equal in size, also across documents, the largest first; then
-    documents with a cache are read one by one. At most `batch_size` windows' logits exist at a time.
+    documents with a cache are read one by one. At most `batch_size` windows' logits exist at a time, of LEX models
+    those of `_LOGITS_AT_ONCE` tokens.
 
     Args:
         model: Any causal language model.
@@ -416,9 +418,20 @@ def _score_batch(
 ) -> Iterator[Scores]:
     tokens = torch.stack([documents[document][each.start : each.stop + 1] for document, each in batch])
     scored = batch[0][1].scored
-    logits = _forward(model, tokens[:, :-1], scored, use_cache=False).logits
-    for (document, window), row, targets in zip(batch, logits[:, -scored:], tokens[:, -scored:], strict=True):
-        yield Scores(document, window.target, window.context, _token_losses(row, targets))
+    # Of a long text, the logits would take more memory than all else.
+    if len(batch) * scored > _LOGITS_AT_ONCE and type(model).__name__ == "LexForCausalLM":
+        decoder, head = model.base_model, model.get_output_embeddings()
+        states = _forward(decoder, tokens[:, :-1], scored, use_cache=False).last_hidden_state
+    else:
+        states, head = _forward(model, tokens[:, :-1], scored, use_cache=False).logits, nn.Identity()
+    pieces = zip(
+        states[:, -scored:].flatten(0, 1).split(_LOGITS_AT_ONCE),
+        tokens[:, -scored:].flatten().split(_LOGITS_AT_ONCE),
+        strict=True,
+    )
+    losses = torch.cat([_token_losses(head(part), targets) for part, targets in pieces])
+    for (document, window), row in zip(batch, losses.split(scored), strict=True):
+        yield Scores(document, window.target, window.context, row)
 
 
 def _score_stream(

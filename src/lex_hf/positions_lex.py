@@ -99,6 +99,12 @@ class PositionScheme(nn.Module):
         """
         return None
 
+    def forward(
+        self, query_slots: torch.Tensor, key_slots: torch.Tensor, num_slots: int, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Return the bias; as a call, so that offloaded parameters are there. See [`PositionScheme.bias`]."""
+        return self.bias(query_slots, key_slots, num_slots, dtype)
+
     def bias(
         self, query_slots: torch.Tensor, key_slots: torch.Tensor, num_slots: int, dtype: torch.dtype
     ) -> torch.Tensor | None:
@@ -302,7 +308,9 @@ class T5Scheme(BiasScheme):
 
     def by_distance(self, distance: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The learned number of each distance's bucket."""
-        return self.scale * self.relative_attention_bias.weight.to(dtype)[self.buckets(distance)].T
+        # The table is asked for, not taken: where weights are offloaded, they come with a call.
+        table = self.relative_attention_bias(torch.arange(self.num_buckets, device=distance.device))
+        return self.scale * table.to(dtype)[self.buckets(distance)].T
 
 
 class KerpleScheme(BiasScheme):

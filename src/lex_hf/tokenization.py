@@ -1,6 +1,8 @@
-"""A byte-level tokenizer that needs no training and no download."""
+"""Byte-level tokenizers: one that needs no training and no download, and one trained on one's own texts."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from collections.abc import Iterable
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
@@ -25,6 +27,45 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return _for_language_models(tokenizer)
+
+
+def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE, the kind of tokenizer that GPT-2 has.
+
+    Any text can be encoded, and decoding returns it exactly. The last id is `<|endoftext|>`, which begins and ends
+    texts and fills batches on the left.
+
+    Args:
+        texts: What to learn merges from.
+        vocab_size: Number of ids: 256 bytes, the merges, and `<|endoftext|>`.
+
+    Returns:
+        A tokenizer without a maximum length; it has fewer ids than asked for if the texts hold too few pairs.
+
+    Raises:
+        ValueError: If `vocab_size` is less than 257.
+
+    Example:
+        >>> tokenizer = train_tokenizer(["to be or not to be"] * 2, vocab_size=260)
+        >>> tokenizer.decode(tokenizer("not né")["input_ids"])
+        'not né'
+    """
+    if vocab_size < 257:
+        raise ValueError(f"vocab_size = {vocab_size}: must be at least 257, for all bytes and {END_OF_TEXT}.")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    # The end-of-text token is added behind the others, as in GPT-2.
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return _for_language_models(tokenizer)
+
+
+def _for_language_models(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """Give a tokenizer what training and generation ask for."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
