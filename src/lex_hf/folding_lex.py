@@ -15,13 +15,13 @@ constants when it serves as the previous one.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from .cache_lex import LexCacheLayer, Writer, shifted
 from .masking_lex import attention_mask, visible
-from .positions_lex import PositionScheme, Rotation, rotate
+from .positions_lex import Movable, PositionScheme, Rotation, rotate
 
 # (query, key, value, mask, is_causal) -> (output, weights or None); states are (batch, heads, sequence, head_dim).
 AttentionFunction = Callable[
@@ -31,7 +31,7 @@ AttentionFunction = Callable[
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Movable):
     """Where the real tokens of a batch are, and which document they belong to.
 
     Attributes:
@@ -111,9 +111,14 @@ class Rows:
         """Bring weights, `(batch, heads, sequence, slots)`, into the order of the columns; the last slots are new."""
         if self.inverse is None:
             return weights
-        new, weights = self.inverse.shape[1], self.restore(weights)
-        columns = weights[..., -new:].take_along_dim(self.inverse[:, None, None, :], dim=3)
-        return torch.cat((weights[..., :-new], columns), dim=3)
+        return self.restore_slots(self.restore(weights).transpose(2, 3)).transpose(2, 3)
+
+    def restore_slots(self, states: torch.Tensor) -> torch.Tensor:
+        """Bring states of slots, `(batch, heads, slots, any)`, into the order of the columns; the last are new."""
+        if self.inverse is None:
+            return states
+        new = self.inverse.shape[1]
+        return torch.cat((states[:, :, :-new], self.restore(states[:, :, -new:])), dim=2)
 
 
 def _real_first(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,16 +186,19 @@ class Fold:
         block: Its block length; `None` for full attention.
         scheme: The position scheme.
         implementation: Name of the attention function, which decides on the form of masks.
+        tp_mesh: The processes that share out the heads of a layer; `None` if each has all of them.
     """
 
     pattern: str
     block: int | None
     scheme: PositionScheme
     implementation: str
+    tp_mesh: Any = None
 
     def bias(self, query: torch.Tensor, key: torch.Tensor, num_slots: int, like: torch.Tensor) -> torch.Tensor | None:
-        """The position bias between these slots, all less than `num_slots`."""
-        return self.scheme(query, key, num_slots, torch.promote_types(like.dtype, torch.float32))
+        """The position bias of this process's heads between these slots, all less than `num_slots`."""
+        bias = self.scheme(query, key, num_slots, torch.promote_types(like.dtype, torch.float32))
+        return bias if bias is None or self.tp_mesh is None else _own_heads(bias, self.tp_mesh)
 
     @property
     def is_flash(self) -> bool:
@@ -231,7 +239,7 @@ class Fold:
 
 
 @dataclass(frozen=True)
-class UniformPlan:
+class UniformPlan(Movable):
     """All rows continue at the same slot: views and whole blocks, no gathering.
 
     Attributes:
@@ -348,7 +356,7 @@ class UniformPlan:
         """Spread the weights of head, blocks and tail over a query × key matrix."""
         first = parts[0]
         if first is None or (len(parts) == 1 and self.first_key == 0):
-            return first  # the tensor that the output was made of, for those who want its gradient
+            return first
         dense = first.new_zeros((*first.shape[:2], self.head + self.blocks * (self.block or 0) + self.tail, slots))
         dense[:, :, : self.head, self.first_key : self.first_key + first.shape[3]] = first
         query, block = self.head, self.block or 0
@@ -396,6 +404,14 @@ def _uniform_masks(
     return tuple(masks), tuple(causal)
 
 
+def _own_heads(bias: torch.Tensor, tp_mesh: Any) -> torch.Tensor:
+    """Of a bias `(..., num_heads, query, key)`, the heads of this process; gradients come from all of them."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # not every build of PyTorch has them
+
+    whole = DTensor.from_local(bias, tp_mesh, [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Shard(bias.dim() - 3)]).to_local()
+
+
 def _seen(fold: Fold, rows: Rows, query: torch.Tensor, key: torch.Tensor, columns: slice) -> torch.Tensor:
     """Which keys the head sees: by slot, or for packed rows by document and position in it."""
     if rows.document is None or rows.position is None:
@@ -424,7 +440,7 @@ def _seen_folded(
 
 
 @dataclass(frozen=True)
-class RaggedStep:
+class RaggedStep(Movable):
     """Rows continue at different slots, by one token: in place, with a mask.
 
     Attributes:
@@ -485,7 +501,7 @@ class RaggedStep:
 
 
 @dataclass(frozen=True)
-class RaggedPlan:
+class RaggedPlan(Movable):
     """Rows continue at different slots, by several tokens: what they hold and the new tokens become one text.
 
     Every row's slots begin with its pair of blocks in the cache, so the blocks of all rows lie side by side although

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel, slice_logits_to_keep
-from transformers.utils import can_return_tuple, logging
+from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -125,8 +125,12 @@ class LexAttention(nn.Module):
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx, plan)
         output, weights = plan.attend(self._function(implementation, kwargs), query, key, value, output_attentions)
-        output = rows.restore(output).transpose(1, 2).reshape(batch, length, -1)
-        return self.o_proj(output), None if weights is None else rows.restore_weights(weights)
+        output = rows.restore(output)
+        if weights is not None:
+            # The output is made of the very weights that are returned, so that gradients reach them.
+            weights = rows.restore_weights(weights)
+            output = weights @ rows.restore_slots(value)
+        return self.o_proj(output.transpose(1, 2).reshape(batch, length, -1)), weights
 
     def _function(
         self, implementation: str, kwargs: dict[str, Any]
@@ -240,7 +244,7 @@ class LexModel(LexPreTrainedModel):
         inputs_embeds: torch.Tensor | None = None,
         past_key_values: Cache | None = None,
         use_cache: bool | None = None,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
     ) -> BaseModelOutputWithPast:
         """Read tokens.
 
@@ -328,13 +332,19 @@ class LexModel(LexPreTrainedModel):
         plans = {}
         for pattern in dict.fromkeys(patterns):
             block = self.config.attention_span(pattern)
-            fold = Fold(pattern, block, self.positions, self.config._attn_implementation)
+            fold = Fold(pattern, block, self.positions, self.config._attn_implementation, self._tp_mesh())
             layer = None if cache is None else cache.layers[patterns.index(pattern)]
             if layer is not None and layer.is_compileable:
                 plans[pattern] = static_plan(fold, rows, layer, like.shape[1], like)
             else:
                 plans[pattern] = fold.plan(rows, [] if layer is None else layer.fills, like.shape[1], like)
         return plans
+
+    def _tp_mesh(self) -> Any:
+        """The processes that share out the heads, if the model was loaded in tensor parallel; else `None`."""
+        layer: Any = self.layers[0]
+        mesh = getattr(layer.self_attn.q_proj.weight, "device_mesh", None)
+        return mesh["tp"] if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
 
     @torch.no_grad()
     def position_bias(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
@@ -408,7 +418,7 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
         labels: torch.LongTensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Any,
+        **kwargs: Unpack[TransformersKwargs],  # type: ignore[misc]
     ) -> CausalLMOutputWithPast:
         """Predict the next token at every position.
 

@@ -9,7 +9,8 @@ the pair's slots serves texts of any length, and no exponent ever grows with the
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -23,7 +24,23 @@ XPOS_SCALES = ("vector", "scalar", "none")
 
 
 @dataclass(frozen=True)
-class Rotation:
+class Movable:
+    """What is made once per forward pass, and used by layers that may lie on several devices."""
+
+    def to(self, device: Any, **kwargs: Any) -> Self:
+        """Return the same with all tensors on `device`; accelerate calls this where a model is spread out."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: _moved(value, device, kwargs) for name, value in values.items()})
+
+
+def _moved(value: Any, device: Any, options: dict[str, Any]) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_moved(each, device, options) for each in value)
+    return value.to(device, **options) if isinstance(value, torch.Tensor | Movable) else value
+
+
+@dataclass(frozen=True)
+class Rotation(Movable):
     """Complex factors for the tokens of one forward pass, stored as (real, imaginary) pairs.
 
     Attributes:

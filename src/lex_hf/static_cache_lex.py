@@ -16,7 +16,7 @@ from .cache_lex import LexCacheLayer, fill_of, shifted
 from .configuration_lex import LexConfig
 from .folding_lex import AttentionFunction, AttentionPlan, Fold, Rows
 from .masking_lex import attention_mask, visible
-from .positions_lex import Rotation, rotate
+from .positions_lex import Movable, Rotation, rotate
 
 
 class LexStaticCacheLayer(CacheLayerMixin):
@@ -272,7 +272,7 @@ def static_plan(fold: Fold, rows: Rows, layer: LexStaticCacheLayer, length: int,
 
 
 @dataclass(frozen=True)
-class StaticStep:
+class StaticStep(Movable):
     """One token for each row, wherever its text stands.
 
     Attributes:
@@ -351,7 +351,7 @@ class StaticStep:
 
 
 @dataclass(frozen=True)
-class StaticRead:
+class StaticRead(Movable):
     """Several tokens: the ring is laid out as a pair of blocks, read as by any other cache, and laid back.
 
     Attributes:
