@@ -77,7 +77,7 @@ def test_the_record_shows_what_readme_says() -> None:
 
 def test_the_code_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     model = tiny_model(vocab_size=257, bos_token_id=256, eos_token_id=256, pad_token_id=256)
     model.save_pretrained(tmp_path / "demo_output/xpos")
     byte_tokenizer().save_pretrained(tmp_path / "demo_output/xpos")

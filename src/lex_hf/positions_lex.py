@@ -187,9 +187,13 @@ class RotaryScheme(PositionScheme):
 
     def rotation(self, slots: torch.Tensor, num_slots: int, block: int | None, like: torch.Tensor) -> Rotation | None:
         """Return the factors that turn queries and keys; see [`PositionScheme.rotation`]."""
+        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         if block is None:
             self._check_range(num_slots, like.dtype)
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
+            if torch.compiler.is_compiling():  # a table has a length, and a graph would serve that length only
+                places = slots.double()
+                query, key = (self._factors(places, exponents).to(dtype) for exponents in (places, -places))
+                return Rotation(query, key, query.new_tensor([1.0, 0.0]).expand(query.shape[-2:]))
         query, key, shift = self._tables_for(num_slots, block or 0, like.device, dtype)
         return Rotation(query[slots], key[slots], shift)
 
@@ -211,9 +215,9 @@ class RotaryScheme(PositionScheme):
         return tables
 
     def _factors(self, angles: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-        """e^{iθ·angle} ζ^{exponent/B} in float64, shape `(rows, head_dim / 2, 2)`."""
-        angle = angles[:, None] * angles.new_tensor(self._angle)
-        scale = torch.exp(exponents[:, None] * angles.new_tensor(self._decay))
+        """e^{iθ·angle} ζ^{exponent/B} in float64, shape `(..., head_dim / 2, 2)`."""
+        angle = angles[..., None] * angles.new_tensor(self._angle)
+        scale = torch.exp(exponents[..., None] * angles.new_tensor(self._decay))
         return torch.stack((angle.cos() * scale, angle.sin() * scale), dim=-1)
 
     def _check_range(self, length: int, dtype: torch.dtype) -> None:
