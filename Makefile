@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint notebooks clean
+.PHONY: demo test lint hf-tests notebooks clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -28,6 +28,11 @@ lint: $(VENV)/.installed-dev
 
 test: lint ## lint, types, and the whole test suite; no network
 	$(BIN)/python -m pytest
+
+hf-tests: $(VENV)/.installed-dev ## transformers' own shared tests over the LEX classes; downloads them; 15 minutes
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt parameterized torchao
+	tests=$$($(BIN)/python tests/hf/fetch.py build/hf-tests) && \
+	PYTHONPATH=$$tests $(BIN)/python -m pytest -o addopts= -W ignore -q -rs tests/hf/suite_lex.py
 
 notebooks: $(VENV)/.installed-dev ## run the notebooks again, in place
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebooks]'

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -474,6 +475,68 @@ def push(
             console.print(f"Pushed: {result['url']}", soft_wrap=True, highlight=False)
     if as_json:
         print(json.dumps(result))  # noqa: T201
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Model,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+) -> None:
+    """Serve a model over HTTP, for `transformers chat` and OpenAI's clients; Ctrl-C ends it.
+
+    All further options, after MODEL, are those of `transformers serve`, which `transformers serve --help` explains;
+    needs pip install 'transformers[serving]'.
+    """
+    from lex_hf import serve as server
+
+    with _session():
+        try:
+            server.serve(model, host=host, port=port, options=context.args)
+        except ImportError as error:
+            _fail(f"Error: {error}", 1)
+
+
+@app.command()
+def card(
+    folder: Annotated[Path, typer.Argument(help="Folder of a trained model.")],
+    about: Annotated[Path | None, typer.Option(help="YAML with what only the maker knows: see lex_hf.card.About.")] = None,
+    test: Annotated[
+        list[str] | None, typer.Option(help="CORPUS=FILE to measure it on; several times, also for one corpus.")
+    ] = None,
+    length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens in a segment; several times.")] = None,
+    characters: Annotated[int | None, typer.Option(min=1, help="Characters from the beginning of each text.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
+) -> None:
+    """Write the model card of a model from its record; with --about and --test, measure it first."""
+    from lex_hf import card as cards
+
+    with _session() as console:
+        if (about is None) != (not test):
+            raise ValueError("--about and --test belong together: what the maker knows, and texts to measure on.")
+        if about is not None:
+            cards.measure(
+                folder,
+                cards.About.read(about),
+                _corpora(test or []),
+                length or [],
+                characters=characters,
+                command=shlex.join(["lex-hf", *sys.argv[1:]]),
+                seed=seed,
+            )
+        console.print(f"The card is in {cards.write_card(folder)}", soft_wrap=True, highlight=False)
+
+
+def _corpora(pairs: list[str]) -> dict[str, list[str]]:
+    """Read CORPUS=FILE, several times."""
+    corpora: dict[str, list[str]] = {}
+    for pair in pairs:
+        name, equals, file = pair.partition("=")
+        if not (name and equals and file):
+            raise ValueError(f"--test {pair}: it must be CORPUS=FILE.")
+        corpora.setdefault(name, []).append(file)
+    return corpora
 
 
 def _files_table(title: str, files: list[Any]) -> Table:

@@ -37,7 +37,7 @@ _SENT = {
         "chat_template.jinja",
         "additional_chat_templates/*.jinja",
     ),
-    "card": (CARD_NAME, "LICENSE*", "NOTICE*", "CITATION.cff"),
+    "card": (CARD_NAME, "record.json", "LICENSE*", "NOTICE*", "CITATION.cff"),
 }
 _PICTURES = {".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp"}
 

@@ -1,0 +1,112 @@
+"""Model cards: measured once, rendered from the record, and never typed."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import tiny_model
+from datasets import Dataset
+from huggingface_hub import ModelCard
+from typer.testing import CliRunner
+
+from lex_hf import card
+from lex_hf.cli import app
+from lex_hf.perplexity import compute_perplexity, load_for_evaluation
+from lex_hf.tokenization import byte_tokenizer
+from lex_hf.training import train, training_arguments
+
+ROOT = Path(__file__).parents[1]
+ABOUT = {
+    "name": "lex-test",
+    "repo_id": "someone/lex-test",
+    "summary": "A model of a test.",
+    "license": "apache-2.0",
+    "language": ["en"],
+    "data": ["Lines that count (Apache-2.0)"],
+    "test_data": {"lines": "lines that count further (Apache-2.0)"},
+    "limits": ["anything"],
+    "hardware": "a test machine",
+    "command": "lex-hf train ...",
+    "prompts": ["line 1"],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("card") / "model"
+    rows = [list(f"line {index:03d} of the text\n".encode()) * 7 for index in range(32)]
+    examples = Dataset.from_dict({"input_ids": [row[:128] for row in rows]})
+    arguments = training_arguments(folder, max_steps=4, per_device_train_batch_size=8, save_steps=2, logging_steps=1)
+    train(
+        tiny_model(vocab_size=257, training_length=128, bos_token_id=256, eos_token_id=256, pad_token_id=256),
+        byte_tokenizer(),
+        examples,
+        arguments,
+    )
+    for index in range(3):
+        (folder.parent / f"{index}.txt").write_text("".join(f"line {n:03d} of the text\n" for n in range(50 + index)))
+    (folder.parent / "about.yaml").write_text(yaml.safe_dump(ABOUT))
+    return folder
+
+
+def test_the_command_measures_and_renders(folder: Path) -> None:
+    about = folder.parent / "about.yaml"
+    texts = [str(folder.parent / f"{index}.txt") for index in range(3)]
+    command = ["card", str(folder), "--about", str(about), "--length", "64", "--length", "256"]
+    result = CliRunner().invoke(app, [*command, *(part for text in texts for part in ("--test", f"lines={text}"))])
+    assert result.exit_code == 0, result.output
+    record = json.loads((folder / "record.json").read_text())
+    model, tokenizer = load_for_evaluation(str(folder), device="cpu")
+    expected = compute_perplexity(model, tokenizer, [Path(text).read_text() for text in texts], length=256)
+    assert record["evaluation"]["lines"]["256"]["perplexity"] == pytest.approx(expected.perplexity, rel=1e-6)
+    assert record["training"]["steps"] == 4
+    assert record["training"]["tokens"] == 4 * 8 * 128
+    assert len(record["training"]["losses"]) == 4
+    text = (folder / "README.md").read_text()
+    for figure in (f"{expected.perplexity:.2f} (", f"{expected.bits_per_byte:.3f}", "| 4 | ", "> **line 1**"):
+        assert figure in text
+    assert (folder / "perplexity.png").read_bytes().startswith(b"\x89PNG")
+
+    data = ModelCard.load(folder / "README.md").data
+    assert data.library_name == "transformers"
+    assert data.license == "apache-2.0"
+    assert {result.metric_name for result in data.eval_results} == {
+        "Perplexity at 64 tokens",
+        "Perplexity at 256 tokens",
+    }
+
+    (folder / "README.md").write_text("typed by hand")
+    assert CliRunner().invoke(app, ["card", str(folder)]).exit_code == 0
+    assert (folder / "README.md").read_text() == text
+
+
+def test_what_the_card_says_of_a_curve_is_what_the_curve_does() -> None:
+    def record(values: list[float]) -> dict[str, object]:
+        curve = {str(64 * 2**i): {"perplexity": value} for i, value in enumerate(values)}
+        return {"model": {"training_length": 64}, "evaluation": {"books": curve}}
+
+    assert card._verdicts(record([9, 8, 7])) == [
+        "- books: the perplexity falls at every step, up to 4 times the training length."
+    ]
+    assert card._verdicts(record([9, 9.5, 7])) == [
+        "- books: up to 4 times the training length, the perplexity does not fall from 64 to 128 tokens."
+    ]
+
+
+def test_bad_input_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"has no record.json: measure the model first"):
+        card.write_card(tmp_path)
+    about = card.About(**ABOUT)
+    with pytest.raises(ValueError, match=r"test_data describes \['lines'\]; the corpora are \['books'\]"):
+        card.measure(folder, about, {"books": ["x"]}, [64])
+    with pytest.raises(ValueError, match=r"holds no trainer_state.json"):
+        card.measure(tmp_path, about, {"lines": ["x"]}, [64])
+    (tmp_path / "about.yaml").write_text(yaml.safe_dump({**ABOUT, "nmae": "x"}))
+    with pytest.raises(ValueError, match="nmae"):
+        card.About.read(tmp_path / "about.yaml")
+
+
+@pytest.mark.parametrize("record", sorted(ROOT.glob("model_cards/*/record.json")), ids=lambda path: path.parent.name)
+def test_cards_in_the_repository_are_those_of_their_records(record: Path) -> None:
+    assert (record.parent / "README.md").read_text() == card.render(json.loads(record.read_text()))
