@@ -501,7 +501,7 @@ def serve(
 @app.command()
 def card(
     folder: Annotated[Path, typer.Argument(help="Folder of a trained model.")],
-    about: Annotated[Path | None, typer.Option(help="YAML with what only the maker knows: see lex_hf.card.About.")] = None,
+    about: Annotated[Path | None, typer.Option(help="YAML with what only the maker knows, lex_hf.card.About.")] = None,
     test: Annotated[
         list[str] | None, typer.Option(help="CORPUS=FILE to measure it on; several times, also for one corpus.")
     ] = None,
