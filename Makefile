@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint hf-tests notebooks clean
+.PHONY: demo test lint hf-tests client-tests benchmark notebooks clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -29,10 +29,17 @@ lint: $(VENV)/.installed-dev
 test: lint ## lint, types, and the whole test suite; no network
 	$(BIN)/python -m pytest
 
-hf-tests: $(VENV)/.installed-dev ## transformers' own shared tests over the LEX classes; downloads them; 15 minutes
+hf-tests: $(VENV)/.installed-dev ## transformers' own shared tests over the LEX classes; downloads them; about 20 minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt parameterized torchao
 	tests=$$($(BIN)/python tests/hf/fetch.py build/hf-tests) && \
 	PYTHONPATH=$$tests $(BIN)/python -m pytest -o addopts= -W ignore -q -rs tests/hf/suite_lex.py
+
+client-tests: $(VENV)/.installed-dev ## PEFT, TRL, torchao, an HTTP server: installs them
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,clients,serving]'
+	$(BIN)/python -m pytest tests/test_clients_extra.py
+
+benchmark: $(VENV)/.installed-dev ## time and memory beside other models, on a quiet machine
+	$(BIN)/python benchmarks/run.py
 
 notebooks: $(VENV)/.installed-dev ## run the notebooks again, in place
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebooks]'

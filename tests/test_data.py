@@ -198,6 +198,22 @@ class TestPack:
         assert tokens.column_names == ["input_ids"]
         assert tokens["input_ids"][:] == [[97, 98], [195, 169]]
 
+    @given(st.lists(st.text("ab\né", min_size=1, max_size=9), min_size=1, max_size=7), st.integers(2, 5))
+    @settings(max_examples=40)
+    def test_separate_documents_have_positions_of_their_own(self, texts: list[str], length: int) -> None:
+        places = [index for text in texts for index in range(len(text.encode()) + 1)]
+        if len(places) < length:
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lex_hf.data, "_DOCUMENTS_PER_BATCH", 2)
+            examples = pack(_documents(texts), TOKENIZER, length, separate_documents=True)
+        assert examples["input_ids"][:] == pack(_documents(texts), TOKENIZER, length)["input_ids"][:]
+        for row, positions in enumerate(examples["position_ids"]):
+            inside = places[row * length : (row + 1) * length]
+            # Counted from the row's first token, until a document begins.
+            starts = [max([0, *(i for i in range(1, n + 1) if inside[i] == 0)]) for n in range(length)]
+            assert positions == [n - start for n, start in enumerate(starts)]
+
     def test_no_special_tokens(self) -> None:
         tokenizer = byte_tokenizer()
         tokenizer.backend_tokenizer.post_processor = TemplateProcessing(

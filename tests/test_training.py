@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -15,9 +16,12 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from lex_hf import LexConfig, LexForCausalLM
-from lex_hf.data import pack
+from lex_hf.cli import app
+from lex_hf.data import pack, stream_documents
+from lex_hf.streaming import PackedStream
 from lex_hf.tokenization import byte_tokenizer
 from lex_hf.training import (
     TrainingInterrupted,
@@ -44,7 +48,7 @@ def _examples(count: int, text: dict[str, list[str]] = TEXTS) -> Dataset:
     return pack(Dataset.from_dict(text), TOKENIZER, LENGTH).select(range(count))
 
 
-def _train(folder: Path, model: LexForCausalLM, examples: Dataset, **options: Any) -> TrainingResult:
+def _train(folder: Path, model: LexForCausalLM, examples: Dataset | PackedStream, **options: Any) -> TrainingResult:
     """Train with small batches and a log at every step, unless the options say otherwise."""
     resume, eval_dataset = options.pop("resume", False), options.pop("eval_dataset", None)
     defaults = {
@@ -289,6 +293,208 @@ class TestLastCheckpoint:
         assert last_checkpoint(tmp_path) == newest
         sorted(newest.glob("*.safetensors"))[0].unlink()
         assert last_checkpoint(tmp_path) == tmp_path / "checkpoint-9"
+
+
+class TestSeparateDocuments:
+    def test_loss_is_that_of_the_documents_alone(self, tmp_path: Path) -> None:
+        texts = ["one two", "three", "a", "four five six"]
+        examples = pack(Dataset.from_dict({"text": texts}), TOKENIZER, LENGTH, separate_documents=True)
+        model = _model(initializer_range=0.3)
+        pieces: list[list[int]] = []
+        for ids, positions in zip(examples["input_ids"], examples["position_ids"], strict=True):
+            for token, position in zip(ids, positions, strict=True):
+                pieces += [[]] if position == 0 else []
+                pieces[-1].append(token)
+        assert len(pieces) > len(examples) + 1
+        model.double()
+        losses = []
+        for piece in pieces:
+            with torch.no_grad():
+                log = model(torch.tensor([piece])).logits[0].log_softmax(-1)
+            losses += [-float(log[index, token]) for index, token in enumerate(piece[1:])]
+        model.float()
+        result = _train(tmp_path, model, examples, max_steps=1, save_strategy="no", per_device_train_batch_size=9)
+        assert result.train_loss == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+
+    def test_what_stands_in_front_does_not_matter(self, tmp_path: Path) -> None:
+        # Two corpora whose second documents are equal: their tokens get the same gradients only if kept apart.
+        def weights(first: str, folder: str, apart: bool) -> torch.Tensor:
+            model = _model(initializer_range=0.3)
+            seen: list[torch.Tensor] = []
+            model.model.norm.register_forward_hook(lambda _, __, output: seen.append(output[0, 6:].detach()))
+            data = Dataset.from_dict({"text": [first, "world"]})
+            examples = pack(data, TOKENIZER, LENGTH, separate_documents=apart)
+            _train(tmp_path / folder, model, examples, max_steps=1, save_strategy="no")
+            return seen[0]
+
+        torch.testing.assert_close(weights("hello", "a", True), weights("other", "b", True), atol=1e-6, rtol=0)
+        assert not torch.allclose(weights("hello", "c", False), weights("other", "d", False), atol=1e-2)
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> list[Path]:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS["text"]))
+    return [path]
+
+
+def _stream(corpus: list[Path], **options: Any) -> PackedStream:
+    settings = {"shuffle_buffer": 5, "seed": 3, **options}
+    return PackedStream(stream_documents(corpus), TOKENIZER, LENGTH, **settings)
+
+
+class TestStreaming:
+    def test_is_resumed_to_the_bit(self, tmp_path: Path, corpus: list[Path]) -> None:
+        options = {"max_steps": 9, "save_steps": 100, "gradient_accumulation_steps": 2}
+        dropout: dict[str, Any] = {"hidden_dropout": 0.2, "attention_dropout": 0.1}
+        straight = _model(**dropout)
+        expected = _train(tmp_path / "straight", straight, _stream(corpus), **options)
+        assert expected.tokens == 9 * 4 * LENGTH
+        stopped = _model(**dropout)
+        _on_forward(stopped, 9, lambda: os.kill(os.getpid(), signal.SIGINT))
+        with pytest.raises(TrainingInterrupted, match="after 5 of 9 steps"):
+            _train(tmp_path / "resumed", stopped, _stream(corpus), **options)
+        resumed = _model(seed=5, **dropout)
+        result = _train(tmp_path / "resumed", resumed, _stream(corpus), resume=True, **options)
+        _assert_same_weights(resumed, straight)
+        assert (result.losses, result.tokens) == (expected.losses, expected.tokens)
+
+    def test_sees_the_examples_in_their_order(self, tmp_path: Path, corpus: list[Path]) -> None:
+        model, seen = _model(), list[torch.Tensor]()
+        model.register_forward_pre_hook(lambda _, __, given: seen.append(given["input_ids"]), with_kwargs=True)
+        _train(tmp_path, model, _stream(corpus), max_steps=12)
+        expected = [row["input_ids"] for row, _ in zip(_stream(corpus), range(24), strict=False)]
+        assert torch.equal(torch.cat(seen), torch.stack(expected))
+
+    def test_bad_arguments(self, tmp_path: Path, corpus: list[Path]) -> None:
+        with pytest.raises(ValueError, match="max_steps = -1: a stream has no end"):
+            _train(tmp_path, _model(), _stream(corpus))
+        with pytest.raises(ValueError, match="dataloader_num_workers = 2: a stream is read"):
+            _train(tmp_path, _model(), _stream(corpus), max_steps=1, dataloader_num_workers=2)
+
+    def test_and_memory_are_not_exchanged(self, tmp_path: Path, corpus: list[Path]) -> None:
+        _train(tmp_path / "a", _model(), _stream(corpus), max_steps=1)
+        with pytest.raises(ValueError, match="is of a training with streaming"):
+            _train(tmp_path / "a", _model(), _examples(4), max_steps=2, resume=True)
+        _train(tmp_path / "b", _model(), _examples(4), max_steps=1)
+        with pytest.raises(ValueError, match="is of a training without streaming"):
+            _train(tmp_path / "b", _model(), _stream(corpus), max_steps=2, resume=True)
+
+
+KILLED = """
+import os, random, signal, sys
+from pathlib import Path
+from test_training import _examples, _model, _on_forward, _stream, _train
+
+folder, corpus, streaming, step = Path(sys.argv[1]), [Path(sys.argv[2])], sys.argv[3] == "True", int(sys.argv[4])
+model = _model(hidden_dropout=0.2)
+_on_forward(model, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
+_train(folder, model, _stream(corpus) if streaming else _examples(10), max_steps=12, save_steps=2)
+"""
+
+
+class TestKill:
+    @pytest.mark.parametrize("streaming", [False, True])
+    def test_at_a_random_step_loses_nothing(self, tmp_path: Path, corpus: list[Path], streaming: bool) -> None:
+        step = random.SystemRandom().randrange(4, 13)
+        folder = tmp_path / "killed"
+        command = [sys.executable, "-c", KILLED, str(folder), str(corpus[0]), str(streaming), str(step)]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        process = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=300)
+        assert process.returncode == -signal.SIGKILL, process.stderr
+        last = last_checkpoint(folder)
+        assert last == folder / f"checkpoint-{(step - 1) // 2 * 2}", f"killed in step {step}"
+
+        def data() -> Dataset | PackedStream:
+            return _stream(corpus) if streaming else _examples(10)
+
+        straight, resumed = _model(hidden_dropout=0.2), _model(seed=7, hidden_dropout=0.2)
+        expected = _train(tmp_path / "straight", straight, data(), max_steps=12, save_steps=2)
+        result = _train(folder, resumed, data(), max_steps=12, save_steps=2, resume=True)
+        _assert_same_weights(resumed, straight)
+        assert (result.losses, result.tokens) == (expected.losses, expected.tokens), f"killed in step {step}"
+
+
+def _in_two_processes(*arguments: str) -> None:
+    """Run Python with these arguments in two processes that know each other."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run(
+        [*launcher, *arguments], env=environment, check=False, capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+
+
+SHARDED = """
+import sys
+import lex_hf
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+torch.distributed.init_process_group("gloo")
+ids = torch.arange(60).view(2, 30) % 257
+plain = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+expected = plain(ids, labels=ids, use_cache=False).loss
+expected.backward()
+
+by_hand = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+mesh = init_device_mesh("cpu", (2,))
+for layer in by_hand.model.layers:
+    fully_shard(layer, mesh=mesh)
+fully_shard(by_hand, mesh=mesh)
+loaded = AutoModelForCausalLM.from_pretrained(sys.argv[1], distributed_config=DistributedConfig(fsdp_size=2))
+for model in (by_hand, loaded):
+    loss = model.train()(ids, labels=ids, use_cache=False).loss
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=0)
+    loss.backward()
+    sharded = 0
+    for (name, one), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        sharded += isinstance(one, DTensor) and one.to_local().numel() < one.numel()
+        gradient = one.grad.full_tensor() if isinstance(one.grad, DTensor) else one.grad
+        torch.testing.assert_close(gradient, other.grad, atol=1e-5, rtol=0, msg=name)
+    assert sharded > 20, sharded
+    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
+    assert model(ids, labels=ids, use_cache=False).loss < loss
+torch.distributed.destroy_process_group()
+"""
+
+
+class TestTwoProcesses:
+    @pytest.mark.parametrize("streaming", [False, True])
+    def test_train_what_one_does(self, tmp_path: Path, corpus: list[Path], streaming: bool) -> None:
+        sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+        numbers = {"training_length": LENGTH, "max_steps": 5, "save_steps": 3, "warmup_steps": 0, "shuffle_buffer": 5}
+        batches = {"per_device_train_batch_size": 2, "examples_per_step": 4, "separate_documents": "true"}
+        fields = {**sizes, **numbers, **batches, "streaming": str(streaming).lower(), "use_cpu": "true"}
+        options = [part for name, value in fields.items() for part in ("--set", f"{name}={value}")]
+        both, alone = tmp_path / "both", tmp_path / "alone"
+        command = ["train", "tiny", "--data", str(corpus[0]), *options, "--output"]
+        _in_two_processes("-m", "lex_hf", *command, str(both))
+        result = CliRunner().invoke(app, [*command, str(alone)])
+        assert result.exit_code == 0, result.output
+        states = [json.loads((path / "checkpoint-5" / "trainer_state.json").read_text()) for path in (both, alone)]
+        assert states[0]["num_input_tokens_seen"] == states[1]["num_input_tokens_seen"] == 5 * 4 * LENGTH
+        one, other = (AutoModelForCausalLM.from_pretrained(path) for path in (both, alone))
+        for name, weight in one.state_dict().items():
+            torch.testing.assert_close(weight, other.state_dict()[name], atol=2e-5, rtol=0, msg=name)
+        started = LexForCausalLM(one.config)
+        assert not torch.allclose(started.lm_head.weight, one.lm_head.weight, atol=1e-3)
+
+    def test_share_out_a_model(self, tmp_path: Path) -> None:
+        script = tmp_path / "script.py"
+        script.write_text(SHARDED)
+        _model(initializer_range=0.2).save_pretrained(tmp_path / "model")
+        _in_two_processes(str(script), str(tmp_path / "model"))
+
+    @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+    def test_sharding_is_not_left_out_in_silence(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+        with pytest.raises(ValueError, match="FSDP is asked for, and there is no accelerator here"):
+            _train(tmp_path, _model(), _examples(4), max_steps=1)
 
 
 class TestSignals:

@@ -30,6 +30,7 @@ from .receptive_field import ReceptiveField, receptive_field, theoretical_recept
 from .resolution import Resolution, attention_resolution, expected_attention, measure_resolution
 from .static_cache_lex import LexStaticCache
 from .torchscale import from_torchscale
+from .warm_start import from_gpt2
 
 __version__ = "0.1.0"
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "attention_resolution",
     "check_positions",
     "expected_attention",
+    "from_gpt2",
     "from_torchscale",
     "load_cache",
     "measure_resolution",

@@ -85,6 +85,109 @@ def extrapolation(
 
 
 @app.command()
+def reproduce(
+    table: Annotated[
+        str,
+        typer.Argument(
+            help="lex-table2 … lex-table6, lex-figure1, lex-figure2 (arXiv 2212.10554); sandwich-table1, -table2, "
+            "-table3, -table5, sandwich-figure4 … -figure7, -figure11 (arXiv 2212.10356)."
+        ),
+    ],
+    preset: Annotated[
+        str, typer.Option(help="tiny (two CPU cores), small (one GPU) or paper (as printed, on a cluster).")
+    ] = "tiny",
+    output: Annotated[
+        Path, typer.Option(help="Folder for models, which all tables made there share, and reports.")
+    ] = Path("reproduction"),
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Texts to train on, as of train; several times. With tiny, Python's own library if none."),
+    ] = None,
+    test: Annotated[
+        list[str] | None,
+        typer.Option(help="Texts to test on, NAME=FILE; several times, the same name to put files together."),
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas between them.")] = "0,1,2",
+    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps; the preset's by default.")] = None,
+    length: Annotated[
+        int | None, typer.Option(help="l: tokens in a training example; the preset's by default.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="bytes, bpe:SIZE, or a folder or Hub id; the preset's by default.")
+    ] = None,
+    also: Annotated[
+        list[str] | None, typer.Option(help="A further system, as sandwich, kerple+bca, rope+sliding; several times.")
+    ] = None,
+    segments: Annotated[
+        int | None, typer.Option(min=1, help="Segments whose last tokens are scored; the preset's by default.")
+    ] = None,
+    device: Device = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be trained and measured.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a table or figure of the papers again: train what is missing, measure, compare, report.
+
+    A run that was stopped goes on when the same command is given again; so does one that was killed.
+    """
+    from lex_hf.reproduce import running
+
+    with _session(as_json) as console:
+        request = running.Request(
+            table=table,
+            preset=preset,
+            output=output,
+            data=data or (),
+            tests=test or (),
+            seeds=_seeds(seeds),
+            steps=steps,
+            length=length,
+            tokenizer=tokenizer,
+            also=also or (),
+            segments=segments,
+            device=device,
+        )
+        if dry_run:
+            result = running.Plan(request).to_dict()
+            if not as_json:
+                _print_reproduction(console, result)
+        else:
+            result = running.run(request, console=console)
+    if as_json and _is_main_process():
+        print(json.dumps(result))  # noqa: T201
+
+
+def _seeds(text: str) -> list[int]:
+    """Whole numbers with commas or spaces between them."""
+    words = text.replace(",", " ").split()
+    if not all(word.isdecimal() for word in words):
+        raise ValueError(f"--seeds {text}: they must be whole numbers with commas between them, as 0,1,2.")
+    return [int(word) for word in words]
+
+
+def _print_reproduction(console: Console, plan: dict[str, Any]) -> None:
+    """What would be trained, and then measured."""
+    missing = [model for model in plan["models"] if model["state"] != "trained"]
+    title = f"{plan['table']} at the scale {plan['preset']}, l = {plan['training_length']}"
+    tokens = sum(model["tokens"] for model in missing)
+    caption = f"{len(missing)} of {len(plan['models'])} models are to be trained, on {tokens} tokens together"
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("systems", overflow="fold")
+    for column in ("seed", "parameters", "steps", "tokens"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for model in plan["models"]:
+        numbers = (str(model[name]) for name in ("seed", "parameters", "steps", "tokens"))
+        table.add_row(", ".join(model["systems"]), *numbers, model["state"])
+    console.print(table)
+    lengths = ", ".join(map(str, plan["lengths"]))
+    console.print(
+        f"Measured: {plan['measure']} at {lengths} tokens, of {len(plan['evaluations'])} systems, on "
+        + (", ".join(texts["name"] for texts in plan["tests"]) or "no texts"),
+        highlight=False,
+    )
+
+
+@app.command()
 def check(
     model: Model,
     text: Annotated[str | None, typer.Option(help="The text to try; by default one of 600 characters.")] = None,
@@ -127,55 +230,74 @@ def check(
     console.print(table)
 
 
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Another value for a field, as NAME=VALUE; several times."),
+]
+
+
 @app.command()
 def train(
-    files: Files,
-    output: Annotated[Path, typer.Option(help="Folder for checkpoints and the trained model.")],
+    recipe: Annotated[
+        str,
+        typer.Argument(help="gpt-medium, sandwich-162m, small, tiny, fine-tune, or the path of a recipe (.yaml)."),
+    ],
+    files: Annotated[list[str] | None, typer.Argument(help="Texts to train on, as under --data.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            help="Texts to train on: text files, JSON lines (.jsonl, .jsonl.gz), folders of them, or names of Hub "
+            "datasets; several times, or several in a row.",
+        ),
+    ] = None,
+    eval_data: Annotated[
+        list[str] | None, typer.Option(help="Held-back texts, for --set eval_strategy=steps; several times.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(help="Folder for checkpoints and the trained model.")] = None,
     model: Annotated[
-        str | None, typer.Option(help="Folder or Hub id to fine-tune; without it, a new model is trained.")
+        str | None, typer.Option(help="Folder or Hub id to fine-tune, in place of the recipe's new model.")
     ] = None,
     tokenizer: Annotated[
-        str, typer.Option(help="Tokenizer of a new model: a folder or Hub id, or 'bytes' (one token per byte).")
-    ] = "bytes",
-    config: Annotated[
-        list[str] | None,
-        typer.Option("--config", "-c", help="A field of LexConfig for a new model, as num_hidden_layers=6."),
+        str | None,
+        typer.Option(help="Another tokenizer: a folder or Hub id, or 'bytes' (one token per byte)."),
     ] = None,
-    length: Annotated[int, typer.Option(min=2, help="l: tokens in a training example; even.")] = 1024,
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.")] = 50_000,
-    batch_size: Annotated[int, typer.Option(min=1, help="Examples per step and device.")] = 8,
-    learning_rate: Annotated[float, typer.Option(min=0.0, help="Peak learning rate.")] = 3e-4,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps of linear warm-up.")] = 0,
-    save_steps: Annotated[int, typer.Option(min=1, help="Steps between checkpoints.")] = 500,
-    seed: Annotated[int, typer.Option(help="Seed of weights and of the order of examples.")] = 0,
-    bf16: Annotated[bool, typer.Option(help="Mixed precision with bfloat16.")] = False,
-    activation_checkpointing: Annotated[bool, typer.Option(help="Less memory for more time.")] = False,
+    assignments: Assignments = None,
     resume: Annotated[bool, typer.Option(help="Continue from the last complete checkpoint in the output.")] = False,
-    text_field: TextField = "text",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only tell what it would take: parameters, tokens, memory, FLOPs.")
+    ] = False,
+    processes: Annotated[
+        int | None, typer.Option(min=1, help="Of --dry-run: number of devices to plan for; those here by default.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
-    """Train on texts that are packed into examples of equal length.
+    """Train on texts, as a recipe says; every field of it can be changed with --set.
 
-    Ctrl-C saves a checkpoint first; the same command with --resume goes on from there.
+    Ctrl-C saves a checkpoint first; the same command with --resume goes on from there. Under torchrun or accelerate
+    launch all processes train one model.
     """
-    from lex_hf import training
-    from lex_hf.data import load_documents, pack
+    from lex_hf import recipes
 
     with _session(as_json) as console:
-        documents = load_documents(files, text_field=text_field)
-        lex, words = _model_to_train(model, tokenizer, config or [], length, seed)
-        arguments = training.training_arguments(
-            output,
-            max_steps=steps,
-            per_device_train_batch_size=batch_size,
-            learning_rate=learning_rate,
-            warmup_steps=warmup_steps,
-            save_steps=save_steps,
-            seed=seed,
-            bf16=bf16,
-            activation_checkpointing=activation_checkpointing,
-        )
-        result = training.train(lex, words, pack(documents, words, length), arguments, resume=resume)
+        plan = _recipe_to_train(recipes.load_recipe(recipe), model, tokenizer, assignments or [])
+        if dry_run:
+            config = _planned_config(plan, model)
+            plan.check_training()
+            told, text = plan.estimate(config, processes), plan.to_yaml(None if model else config)
+    if dry_run:
+        if as_json:
+            print(json.dumps(told.to_dict() | {"recipe": text}))  # noqa: T201
+        elif _is_main_process():
+            _print_training_plan(console, plan.name, told, text)
+        return
+    with _session(as_json):
+        sources = [*(data or []), *(files or [])]
+        if output is None or not sources:
+            raise ValueError("A training needs texts and a folder: --data FILES --output DIR.")
+        result = _train(console, plan, sources, eval_data or [], output, model, resume=resume)
+        if not _is_main_process():
+            return
     if as_json:
         print(json.dumps({**vars(result), "model_folder": str(result.model_folder)}))  # noqa: T201
     else:
@@ -183,6 +305,68 @@ def train(
             f"{result.steps} steps, {result.tokens} tokens, mean loss {result.train_loss:.4f} nats per token; "
             f"the model is in {result.model_folder}"
         )
+
+
+@app.command("tokenizer")
+def tokenizer_command(
+    files: Files,
+    output: Annotated[Path, typer.Option(help="Folder for the tokenizer; a new one.")],
+    vocab_size: Annotated[int, typer.Option(min=257, help="Number of tokens.")] = 8192,
+    text_field: TextField = "text",
+    as_json: Json = False,
+) -> None:
+    """Train a byte-level BPE tokenizer, the kind of GPT-2; texts may be larger than memory."""
+    from lex_hf.data import stream_documents
+    from lex_hf.tokenization import train_tokenizer
+
+    with _session(as_json) as console:
+        _check_new(output)
+        texts = (document["text"] for document in stream_documents(files, text_field=text_field))
+        words = train_tokenizer(texts, vocab_size)
+        _save_folder(output, words)
+    if as_json:
+        print(json.dumps({"tokens": len(words), "folder": str(output)}))  # noqa: T201
+    else:
+        console.print(f"{len(words)} tokens; the tokenizer is in {output}", highlight=False)
+
+
+@app.command("warm-start")
+def warm_start(
+    source: Annotated[
+        str, typer.Argument(help="Folder or Hub id of a GPT-2, or file of an official (torchscale) checkpoint.")
+    ],
+    output: Annotated[Path, typer.Argument(help="Folder for the LEX model; a new one.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or Hub id of its tokenizer, or 'bytes'; GPT-2 brings its own.")
+    ] = None,
+    assignments: Assignments = None,
+    as_json: Json = False,
+) -> None:
+    """Make a LEX model that begins with the weights of another, to be fine-tuned.
+
+    --set takes the fields of LexConfig, as --set training_length=512.
+    """
+    from lex_hf import recipes
+    from lex_hf.torchscale import from_torchscale
+    from lex_hf.warm_start import from_gpt2
+
+    with _session(as_json) as console:
+        _check_new(output)
+        fields = recipes.model_fields(assignments or [])
+        is_file = Path(source).is_file()
+        lex = from_torchscale(source, **fields) if is_file else from_gpt2(source, **fields)
+        name = tokenizer or (None if is_file else source)
+        words = None if name is None else recipes.load_tokenizer(name)
+        if words is not None and len(words) > lex.config.vocab_size:
+            raise ValueError(
+                f"The tokenizer has {len(words)} tokens, but the model vocab_size = {lex.config.vocab_size}."
+            )
+        _save_folder(output, *filter(None, (words, lex)))
+    count = sum(parameter.numel() for parameter in lex.parameters())
+    if as_json:
+        print(json.dumps({"parameters": count, "tokenizer": name, "folder": str(output)}))  # noqa: T201
+    else:
+        console.print(f"{count} parameters; the model is in {output}", highlight=False)
 
 
 @app.command()
@@ -718,38 +902,162 @@ def _pattern(name: str | None) -> dict[str, str]:
     return {} if name is None else {"attention_pattern": name}
 
 
-def _model_to_train(model: str | None, tokenizer: str, fields: list[str], length: int, seed: int) -> tuple[Any, Any]:
-    """Load what is to be fine-tuned, or make a new model of the size that `fields` say."""
-    from transformers import AutoTokenizer, set_seed
+def _recipe_to_train(recipe: Any, model: str | None, tokenizer: str | None, assignments: list[str]) -> Any:
+    """The recipe with what the command line changes; a model that is there has a description of its own."""
+    from dataclasses import replace
 
-    from lex_hf import LexConfig, LexForCausalLM
-    from lex_hf.perplexity import load_for_evaluation
-    from lex_hf.tokenization import byte_tokenizer
-
-    set_seed(seed)
     if model is not None:
-        if fields:
-            raise ValueError(f"--config {fields[0]}: --model {model} has a configuration of its own.")
-        return load_for_evaluation(model, device="cpu")
-    words = byte_tokenizer() if tokenizer == "bytes" else AutoTokenizer.from_pretrained(tokenizer)
-    ids = {"bos_token_id": words.bos_token_id, "eos_token_id": words.eos_token_id, "pad_token_id": words.pad_token_id}
-    defaults = {"vocab_size": len(words), "training_length": length, "xpos_scale_base": length // 2}
-    return LexForCausalLM(LexConfig(**(defaults | ids | dict(map(_field, fields))))), words
+        recipe = replace(recipe, model={}, data=replace(recipe.data, tokenizer=model))
+        if tokenizer is not None:
+            raise ValueError(f"--tokenizer {tokenizer}: --model {model} has a tokenizer of its own.")
+    elif not recipe.model:
+        raise ValueError(f"The recipe {recipe.name} describes no model: give one with --model.")
+    if tokenizer is not None:
+        recipe = recipe.with_tokenizer(tokenizer)
+    recipe = recipe.override(assignments)
+    if model is not None and recipe.model:
+        raise ValueError(f"--set {next(iter(recipe.model))}: --model {model} has a configuration of its own.")
+    return recipe
 
 
-def _field(text: str) -> tuple[str, Any]:
-    """Read `name=value`, where the value is JSON or else a string."""
-    from dataclasses import fields
+def _train(
+    console: Console,
+    plan: Any,
+    sources: list[str],
+    eval_sources: list[str],
+    output: Path,
+    model: str | None,
+    *,
+    resume: bool,
+) -> Any:
+    """Train as planned, and leave the recipe with the model."""
+    from transformers import set_seed
+
+    from lex_hf import LexForCausalLM, training
+    from lex_hf.perplexity import load_for_evaluation
+
+    # First: they find the processes of a launcher and their devices, which loading a model would settle otherwise.
+    arguments = plan.arguments(output)
+    examples_of = _packing(plan, sources, arguments.seed)
+    set_seed(arguments.seed)
+    if model is not None:
+        lex, words = load_for_evaluation(model, device="cpu")
+    else:
+        words = plan.tokenizer()
+        lex = LexForCausalLM(plan.config(words))
+    length = plan.length(lex.config)
+    held_back = _packing(plan, eval_sources, arguments.seed, in_memory=True)(words, length) if eval_sources else None
+    examples = examples_of(words, length)
+    if arguments.process_index == 0:
+        step = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps * length
+        console.print(
+            f"{plan.name}: {lex.num_parameters()} parameters, {step} tokens a step, {arguments.world_size} processes",
+            highlight=False,
+        )
+
+    def keep_recipe() -> None:
+        if arguments.process_index == 0:
+            _write_text(output / "recipe.yaml", plan.to_yaml(None if model else lex.config))
+
+    try:
+        result = training.train(lex, words, examples, arguments, eval_dataset=held_back, resume=resume)
+    except training.TrainingInterrupted:
+        keep_recipe()
+        raise
+    keep_recipe()
+    return result
+
+
+def _packing(plan: Any, sources: list[str], seed: int, *, in_memory: bool = False) -> Any:
+    """Find the documents now, so that what is not there is known at once; pack them when there is a tokenizer."""
+    from lex_hf.data import load_documents, pack, stream_documents
+    from lex_hf.streaming import PackedStream
+
+    options = {"text_field": plan.data.text_field, "split": plan.data.split}
+    apart = plan.data.separate_documents
+    if plan.data.streaming and not in_memory:
+        stream = stream_documents(sources, **options)
+        return lambda words, length: PackedStream(
+            stream, words, length, separate_documents=apart, shuffle_buffer=plan.data.shuffle_buffer, seed=seed
+        )
+    documents = load_documents(sources, **options)
+    return lambda words, length: pack(documents, words, length, separate_documents=apart)
+
+
+def _planned_config(plan: Any, model: str | None) -> Any:
+    """The configuration of the model to train; no weights are loaded, and no tokenizer if the recipe has no need."""
+    from transformers import AutoConfig
 
     from lex_hf import LexConfig
 
-    name, equals, value = text.partition("=")
-    if not equals or name not in {field.name for field in fields(LexConfig)}:
-        raise ValueError(f"--config {text}: it must be NAME=VALUE with a field of LexConfig, as num_hidden_layers=6.")
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
+    if model is None:
+        return plan.config(None if "vocab_size" in plan.model else plan.tokenizer())
+    config = AutoConfig.from_pretrained(model)
+    if not isinstance(config, LexConfig):
+        raise ValueError(f"--dry-run knows LEX models only; {model} is of type {config.model_type!r}.")
+    return config
+
+
+def _print_training_plan(console: Console, name: str, told: Any, text: str) -> None:
+    """Print what a training would take, and the recipe with all that was changed."""
+    from lex_hf.estimate import HOW_MEMORY_IS_ESTIMATED
+
+    table = Table(title=f"{name}: what it takes", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("what", overflow="fold")
+    table.add_column("how much", justify="right", no_wrap=True)
+    for row in _training_plan_rows(told):
+        table.add_row(*row)
+    console.print(table)
+    console.print(f"Memory. {HOW_MEMORY_IS_ESTIMATED}", "", text, sep="\n", highlight=False, markup=False)
+
+
+def _training_plan_rows(told: Any) -> list[tuple[str, str]]:
+    memory = told.memory
+    rows: list[tuple[str, int | None, str]] = [
+        ("parameters", told.parameters, "{:,}"),
+        ("of these no embeddings", told.parameters_without_embeddings, "{:,}"),
+        ("devices", told.devices, "{:,}"),
+        ("examples that a device takes at once", told.batch_size, "{:,}"),
+        ("batches that a device takes for a step", told.accumulation, "{:,}"),
+        ("tokens per step, over all devices", told.tokens_per_step, "{:,}"),
+        ("steps", told.steps, "{:,}"),
+        ("tokens", told.tokens, "{:,}"),
+        ("floating-point operations, 6 N T + attention", told.flops, "{:.3g}"),
+        ("memory of a device: weights", memory.weights, "GiB"),
+        ("gradients", memory.gradients, "GiB"),
+        ("optimiser", memory.optimizer, "GiB"),
+        ("activations", memory.activations, "GiB"),
+        ("together", memory.total, "GiB"),
+    ]
+    return [(name, _amount(value, form)) for name, value, form in rows]
+
+
+def _amount(value: int | None, form: str) -> str:
+    if value is None:
+        return "not known"
+    return f"{value / 2**30:.2f} GiB" if form == "GiB" else form.format(value)
+
+
+def _check_new(folder: Path) -> None:
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ValueError(f"{folder} exists and is not empty: choose another folder.")
+
+
+def _save_folder(folder: Path, *parts: Any) -> None:
+    """Save what has a `save_pretrained`; the folder appears only when it is whole."""
+    from shutil import rmtree
+
+    partial = folder.with_name(f".{folder.name}.partial")
+    rmtree(partial, ignore_errors=True)
+    for part in parts:
+        part.save_pretrained(partial)
+    partial.replace(folder)
+
+
+def _write_text(path: Path, text: str) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 @contextlib.contextmanager

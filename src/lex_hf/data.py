@@ -1,22 +1,26 @@
 """Documents from files or the Hub, and the packed examples that a model is trained on."""
 
+import contextlib
 import gzip
 import json
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
-from datasets import Dataset, Features, List, Value, concatenate_datasets, load_dataset
+from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets, load_dataset
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 JSON_LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
 FOLDER_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".jsonl.gz")
 
 _DOCUMENT_FEATURES = Features({"text": Value("string"), "source": Value("string")})
+_TEXT_FEATURES = Features({"text": Value("string")})
 _TOKEN_FEATURES = Features({"input_ids": List(Value("int32"))})
+_PACKED_FEATURES = Features({"input_ids": List(Value("int32")), "position_ids": List(Value("int32"))})
 _TEXT_TYPES = (Value("string"), Value("large_string"))
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<configuration>[\w.-]+))?")
 _DOCUMENTS_PER_BATCH = 100
@@ -48,11 +52,31 @@ def load_documents(sources: Sequence[str | Path], *, text_field: str = "text", s
         ValueError: If a source holds no text, is not UTF-8 (with the byte offset), is not JSON lines with
             `text_field` (with the line), or if there are no sources.
     """
-    if isinstance(sources, str | Path):
-        raise ValueError(f"sources = {str(sources)!r} is a single source: give a list, [{str(sources)!r}].")
-    if not sources:
-        raise ValueError("sources is empty: give at least one file, folder or Hub dataset.")
+    _check_sources(sources)
     return concatenate_datasets([_load_source(source, text_field, split) for source in sources])
+
+
+def stream_documents(
+    sources: Sequence[str | Path], *, text_field: str = "text", split: str = "train"
+) -> IterableDataset:
+    """Read the documents that `load_documents` reads while they are asked for: sources may be larger than memory.
+
+    Only a document at a time is held, so a file that is one document must fit into memory; JSON lines need not.
+
+    Args:
+        sources: What to read, as for `load_documents`.
+        text_field: The field of JSON lines, or the column of a Hub dataset, that holds the text.
+        split: The split of a Hub dataset.
+
+    Returns:
+        A dataset with the column `text`, in the order of `load_documents`. Its `state_dict` tells the next document.
+
+    Raises:
+        FileNotFoundError: If a source is neither a file, nor a folder, nor a dataset that can be loaded.
+        ValueError: As `load_documents`; what is wrong inside of a file is found when it is read.
+    """
+    _check_sources(sources)
+    return concatenate_datasets([_stream_source(source, text_field, split) for source in sources])
 
 
 def tokenize_documents(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
@@ -61,14 +85,8 @@ def tokenize_documents(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -
     Returns:
         A dataset with the single column `input_ids`, one row per document, of its own length.
     """
-
-    def tokenize(batch: Mapping[str, list[str]]) -> dict[str, Any]:
-        # verbose=False: a document longer than the tokenizer's model_max_length needs no warning here.
-        encoding = tokenizer(batch["text"], add_special_tokens=False, verbose=False)
-        return {"input_ids": encoding["input_ids"]}
-
     return documents.map(
-        tokenize,
+        lambda batch: {"input_ids": tokenize(batch["text"], tokenizer)},
         batched=True,
         batch_size=_DOCUMENTS_PER_BATCH,
         remove_columns=documents.column_names,
@@ -77,7 +95,16 @@ def tokenize_documents(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -
     )
 
 
-def pack(documents: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
+def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Turn texts into token ids, without special tokens and without a limit on the length."""
+    # verbose=False: a document longer than the tokenizer's model_max_length needs no warning here.
+    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    return ids
+
+
+def pack(
+    documents: Dataset, tokenizer: PreTrainedTokenizerBase, length: int, *, separate_documents: bool = False
+) -> Dataset:
     """Join all documents, each followed by the end-of-text token, and cut the result into equal examples.
 
     Documents keep their order. The tokens after the last full example are dropped.
@@ -86,119 +113,180 @@ def pack(documents: Dataset, tokenizer: PreTrainedTokenizerBase, length: int) ->
         documents: A dataset with the column `text`, as `load_documents` returns it.
         tokenizer: Any tokenizer with an `eos_token`.
         length: Tokens per example, at least 2 (an example of one token has nothing to predict).
+        separate_documents: Whether tokens shall see, and be predicted from, their own document only. A document that
+            goes on in the next example begins anew there.
 
     Returns:
-        A dataset with the single column `input_ids`: rows of exactly `length` token ids.
+        A dataset with the column `input_ids`: rows of exactly `length` token ids. With `separate_documents` also
+        `position_ids`, the positions within the documents, which start at 0 where one begins.
 
     Raises:
         ValueError: If `length` is too small, the tokenizer has no `eos_token`, or all documents together have
             fewer than `length` tokens.
     """
-    if length < 2:
-        raise ValueError(f"length = {length}: an example needs at least 2 tokens.")
-    if tokenizer.eos_token_id is None:
-        raise ValueError("The tokenizer has no eos_token to put between documents: set tokenizer.eos_token.")
+    packer = Packer(tokenizer, length, separate_documents=separate_documents)
     tokens = tokenize_documents(documents, tokenizer).with_format("numpy")
     examples = tokens.map(
-        _Packer(length, tokenizer.eos_token_id),
+        packer,
         batched=True,
         batch_size=_DOCUMENTS_PER_BATCH,
-        features=_TOKEN_FEATURES,
+        features=_PACKED_FEATURES if separate_documents else _TOKEN_FEATURES,
         desc="Packing",
     )
     if len(examples) == 0:
-        count = sum(len(document) + 1 for document in tokens["input_ids"])
-        raise ValueError(
-            f"length = {length}: all documents ({len(tokens)}) together have {count} tokens, too few for one "
-            "example. Give more text, or a smaller length."
-        )
+        raise too_few_tokens(length, len(tokens), sum(len(document) + 1 for document in tokens["input_ids"]))
     return examples.with_format(None)
 
 
-class _Packer:
-    """Cuts documents that arrive in batches; what does not fill an example waits for the next batch."""
+def too_few_tokens(length: int, documents: int, tokens: int) -> ValueError:
+    """Make the error for documents that do not fill a single example."""
+    return ValueError(
+        f"length = {length}: all documents ({documents}) together have {tokens} tokens, too few for one example. Give "
+        "more text, or a smaller length."
+    )
 
-    def __init__(self, length: int, separator: int) -> None:
+
+class Packer:
+    """Cuts documents that arrive in batches; what does not fill an example waits for the next batch.
+
+    Attributes:
+        tokens: The tokens that wait, fewer than `length`.
+        starts: Which of them begin a document.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int, *, separate_documents: bool = False) -> None:
+        if length < 2:
+            raise ValueError(f"length = {length}: an example needs at least 2 tokens.")
+        if tokenizer.eos_token_id is None:
+            raise ValueError("The tokenizer has no eos_token to put between documents: set tokenizer.eos_token.")
         self.length = length
-        self.separator = separator
-        self.rest = np.empty(0, dtype=np.int32)
+        self.separator = tokenizer.eos_token_id
+        self.separate_documents = separate_documents
+        self.tokens: NDArray[np.int32] = np.empty(0, dtype=np.int32)
+        self.starts: NDArray[np.bool_] = np.empty(0, dtype=bool)
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-        pieces = [self.rest]
+    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, NDArray[np.int32]]:
+        """Return the examples that are full now: arrays of shape `(examples, length)`."""
+        pieces, starts = [self.tokens], [self.starts]
         for document in batch["input_ids"]:
             pieces += [document, np.array([self.separator])]
+            starts.append(np.arange(len(document) + 1) == 0)
         stream = np.concatenate(pieces, dtype=np.int32, casting="unsafe")
+        is_start = np.concatenate(starts)
         end = len(stream) // self.length * self.length
-        self.rest = stream[end:]
-        return {"input_ids": stream[:end].reshape(-1, self.length)}
+        self.tokens, self.starts = stream[end:], is_start[end:]
+        examples = {"input_ids": stream[:end].reshape(-1, self.length)}
+        if self.separate_documents:
+            examples["position_ids"] = _positions(is_start[:end].reshape(-1, self.length))
+        return examples
+
+
+def _positions(starts: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Count from 0 at each start and at the beginning of each row; shape `(rows, length)`, like `starts`."""
+    index = np.arange(starts.shape[1], dtype=np.int32)
+    return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1, dtype=np.int32)
+
+
+def _check_sources(sources: Sequence[str | Path]) -> None:
+    if isinstance(sources, str | Path):
+        raise ValueError(f"sources = {str(sources)!r} is a single source: give a list, [{str(sources)!r}].")
+    if not sources:
+        raise ValueError("sources is empty: give at least one file, folder or Hub dataset.")
 
 
 def _load_source(source: str | Path, text_field: str, split: str) -> Dataset:
-    path = Path(source)
-    if path.is_dir():
-        return _to_dataset(source, _read_folder(path, text_field))
-    if path.exists():
-        return _to_dataset(source, [(text, str(path)) for text in _read_file(path, text_field)])
-    hub_name = _HUB_NAME.fullmatch(source) if isinstance(source, str) else None
-    if hub_name is None or path.name.endswith((*FOLDER_SUFFIXES, *JSON_LINES_SUFFIXES)):
-        raise FileNotFoundError(f"{source}: no such file or folder.")
-    return _load_from_hub(hub_name["name"], hub_name["configuration"], text_field, split)
-
-
-def _to_dataset(source: str | Path, documents: list[tuple[str, str]]) -> Dataset:
+    files = _files(source)
+    if files is None:
+        return _load_from_hub(str(source), text_field, split)
+    documents = [(text, str(path)) for path in files for text in _read_file(path, text_field)]
     if not documents:
         raise ValueError(f"{source}: no documents; every text in it is empty.")
-    texts, files = zip(*documents, strict=True)
-    return Dataset.from_dict({"text": texts, "source": files}, features=_DOCUMENT_FEATURES)
+    texts, names = zip(*documents, strict=True)
+    return Dataset.from_dict({"text": texts, "source": names}, features=_DOCUMENT_FEATURES)
 
 
-def _read_folder(folder: Path, text_field: str) -> list[tuple[str, str]]:
+def _stream_source(source: str | Path, text_field: str, split: str) -> IterableDataset:
+    files = _files(source)
+    if files is None:
+        return _stream_from_hub(str(source), text_field, split)
+    if not files:
+        raise ValueError(f"{source}: no documents; every text in it is empty.")
+    for path in files:
+        path.open("rb").close()  # what cannot be read shall be known before hours of training
+    names = [str(path) for path in files]
+    return IterableDataset.from_generator(
+        _generate_texts, features=_TEXT_FEATURES, gen_kwargs={"files": names, "text_field": text_field}
+    )
+
+
+def _generate_texts(files: list[str], text_field: str) -> Iterator[dict[str, str]]:
+    for file in files:
+        for text in _read_file(Path(file), text_field):
+            yield {"text": text}
+
+
+def _files(source: str | Path) -> list[Path] | None:
+    """The files of a source, or `None` if it is a dataset of the Hub."""
+    path = Path(source)
+    if path.is_dir():
+        return _files_of_folder(path)
+    if path.exists():
+        return [path]
+    is_hub_name = isinstance(source, str) and _HUB_NAME.fullmatch(source)
+    if not is_hub_name or path.name.endswith((*FOLDER_SUFFIXES, *JSON_LINES_SUFFIXES)):
+        raise FileNotFoundError(f"{source}: no such file or folder.")
+    return None
+
+
+def _files_of_folder(folder: Path) -> list[Path]:
     paths = sorted(folder.rglob("*"))
     files = [path for path in paths if path.name.endswith(FOLDER_SUFFIXES) and path.is_file()]
     if not files:
         suffixes = ", ".join(FOLDER_SUFFIXES)
         raise ValueError(f"{folder}: no files that end in {suffixes}; name files of other kinds one by one.")
-    filled = (path for path in files if path.stat().st_size > 0)
-    return [(text, str(path)) for path in filled for text in _read_file(path, text_field)]
+    return [path for path in files if path.stat().st_size > 0]
 
 
-def _read_file(path: Path, text_field: str) -> list[str]:
-    data = _read_bytes(path)
-    if not data:
-        raise ValueError(f"{path} is empty.")
+def _read_file(path: Path, text_field: str) -> Iterator[str]:
+    """Yield the documents of a file; lines of JSON are read one by one."""
     try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {error.start}. Convert it."
-        ) from error
-    if path.name.endswith(JSON_LINES_SUFFIXES):
-        return list(_read_json_lines(path, text, text_field))
-    return [text]
-
-
-def _read_bytes(path: Path) -> bytes:
-    data = path.read_bytes()
-    if path.suffix != ".gz":
-        return data
-    try:
-        return gzip.decompress(data)
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as opened:
+            file = cast(BinaryIO, opened)
+            if path.name.endswith(JSON_LINES_SUFFIXES):
+                yield from _read_json_lines(path, file, text_field)
+            else:
+                yield _decode(path, file.read())
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is not a complete gzip file: {error}.") from error
 
 
-def _read_json_lines(path: Path, text: str, text_field: str) -> Iterator[str]:
-    # Not str.splitlines, which also splits at separators that JSON allows inside a string.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
+def _read_json_lines(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
+    offset = 0
+    for number, line in enumerate(file, start=1):
+        text = _decode(path, line, offset)
+        offset += len(line)
+        if not text.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(text)
         except ValueError as error:
             raise ValueError(f"{path}, line {number} is not JSON: {error}.") from error
         document = _text_of(row, text_field, where=f"{path}, line {number}")
         if document:
             yield document
+    if offset == 0:
+        raise ValueError(f"{path} is empty.")
+
+
+def _decode(path: Path, data: bytes, offset: int = 0) -> str:
+    if not data:
+        raise ValueError(f"{path} is empty.")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text: byte 0x{data[error.start]:02x} at offset {offset + error.start}. Convert it."
+        ) from error
 
 
 def _text_of(row: Any, text_field: str, where: str) -> str:
@@ -216,22 +304,49 @@ def _text_of(row: Any, text_field: str, where: str) -> str:
     return document
 
 
-def _load_from_hub(name: str, configuration: str | None, text_field: str, split: str) -> Dataset:
-    try:
+def _load_from_hub(source: str, text_field: str, split: str) -> Dataset:
+    name, configuration = _hub_name(source)
+    with _explained(name):
         dataset = load_dataset(name, configuration, split=split)
-    except OSError as error:
-        raise FileNotFoundError(
-            f"{name!r} is neither a file or folder here, nor a Hub dataset that could be loaded: {error}"
-        ) from error
-    if dataset.features.get(text_field) not in _TEXT_TYPES:
-        raise ValueError(
-            f"{name}: {text_field!r} is no column of text. The columns are {dataset.features}; choose one "
-            "with text_field."
-        )
+    _check_column(name, text_field, dataset.features)
     texts = dataset.select_columns(text_field).rename_column(text_field, "text").filter(_has_text)
     if len(texts) == 0:
         raise ValueError(f"{name}, split {split!r}: no documents; every text in it is empty.")
     return texts.add_column("source", [name] * len(texts)).cast(_DOCUMENT_FEATURES)
+
+
+def _stream_from_hub(source: str, text_field: str, split: str) -> IterableDataset:
+    name, configuration = _hub_name(source)
+    with _explained(name):
+        dataset = load_dataset(name, configuration, split=split, streaming=True)
+        if dataset.features is None:  # some formats tell their columns in the first row only
+            dataset = dataset.cast(Dataset.from_list([next(iter(dataset))]).features)
+    _check_column(name, text_field, dataset.features)
+    texts = dataset.select_columns(text_field).rename_column(text_field, "text").filter(_has_text)
+    return texts.cast(_TEXT_FEATURES)
+
+
+def _hub_name(source: str) -> tuple[str, str | None]:
+    found = _HUB_NAME.fullmatch(source)
+    assert found is not None
+    return found["name"], found["configuration"]
+
+
+@contextlib.contextmanager
+def _explained(name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise FileNotFoundError(
+            f"{name!r} is neither a file or folder here, nor a Hub dataset that could be loaded: {error}"
+        ) from error
+
+
+def _check_column(name: str, text_field: str, features: Mapping[str, Any]) -> None:
+    if features.get(text_field) not in _TEXT_TYPES:
+        raise ValueError(
+            f"{name}: {text_field!r} is no column of text. The columns are {features}; choose one with text_field."
+        )
 
 
 def _has_text(row: Mapping[str, str | None]) -> bool:

@@ -290,17 +290,15 @@ class UniformPlan(Movable):
         layer.make_room(shift)
         layer.reserve(end)
         layer.remember(key, value, self.rows.counts, shift)
-        with torch.no_grad():
-            layer.keys[:, :, self.fill : end] = key[:, :, : self.head]
-            layer.values[:, :, self.fill : end] = value[:, :, : self.head]
-        keys, values = layer.keys[:, :, :end], layer.values[:, :, :end]
         outgrown = key.shape[2] > self.head
         if outgrown or (torch.is_grad_enabled() and key.requires_grad):
-            keys = torch.cat((keys[:, :, : self.fill], key), dim=2)
-            values = torch.cat((values[:, :, : self.fill], value), dim=2)
-        if outgrown:
+            keys, values = _behind(layer.keys, key, self.fill), _behind(layer.values, value, self.fill)
             ends = [self.fill + count for count in self.rows.counts]
             layer.keep(keys.detach(), values.detach(), ends, shift)
+        else:
+            layer.keys.narrow(2, self.fill, self.head).copy_(key)
+            layer.values.narrow(2, self.fill, self.head).copy_(value)
+            keys, values = layer.keys.narrow(2, 0, end), layer.values.narrow(2, 0, end)
         layer.advance(self.rows.counts, key.shape[2])
         return keys, values
 
@@ -313,12 +311,12 @@ class UniformPlan(Movable):
         dense: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend in head, blocks and tail."""
-        end = self.fill + self.head
+        keys = self.fill + self.head - self.first_key
         parts = [
             function(
-                query[:, :, : self.head],
-                key[:, :, self.first_key : end],
-                value[:, :, self.first_key : end],
+                query.narrow(2, 0, self.head),
+                key.narrow(2, self.first_key, keys),
+                value.narrow(2, self.first_key, keys),
                 self.masks[0],
                 self.causal[0],
             )
@@ -343,7 +341,8 @@ class UniformPlan(Movable):
         batch, parts = query.shape[0], []
         if self.blocks:
             keys = torch.cat((_folded(previous[:, :, :whole], block), _folded(key[:, :, block:], block, whole)), dim=2)
-            values = torch.cat((_folded(value, block, whole), _folded(value[:, :, block:], block, whole)), dim=2)
+            # Windows of two blocks, one block apart: of a single text a view, without a copy.
+            values = value[:, :, : whole + block].unfold(2, 2 * block, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
             output, weights = function(_folded(query, block, whole), keys, values, self.masks[1], self.causal[1])
             output = output.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
             parts.append((output, None if weights is None else weights.unflatten(0, (batch, -1))))
@@ -592,6 +591,11 @@ def _for_heads(factors: torch.Tensor) -> torch.Tensor:
 
 def _shift(rotation: Rotation | None) -> torch.Tensor | None:
     return None if rotation is None else rotation.shift
+
+
+def _behind(stored: torch.Tensor, states: torch.Tensor, fill: int) -> torch.Tensor:
+    """Put new states behind the first `fill` slots that are stored."""
+    return torch.cat((stored[:, :, :fill], states), dim=2) if fill else states
 
 
 def _folded(states: torch.Tensor, block: int, length: int | None = None) -> torch.Tensor:

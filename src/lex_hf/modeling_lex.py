@@ -213,6 +213,14 @@ class LexPreTrainedModel(PreTrainedModel):
         if isinstance(module, PositionScheme):
             module.reset_parameters()
 
+    @classmethod
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+        """Distribute a model that is being loaded, and note who shares out the heads, for biases on scores."""
+        model = super().maybe_distribute_model(model, distributed_config, mesh_manager)
+        if mesh_manager is not None and distributed_config.tp_size > 1:
+            model.base_model.tp_mesh = mesh_manager.get_mesh("tp")
+        return model
+
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
         """Save weights, configuration, and the code that loading without lex_hf needs."""
         # transformers enters only the class that is saved; the others are in the same files.
@@ -221,7 +229,13 @@ class LexPreTrainedModel(PreTrainedModel):
 
 
 class LexModel(LexPreTrainedModel):
-    """The decoder without a head."""
+    """The decoder without a head.
+
+    Attributes:
+        tp_mesh: The processes that share out the heads of every layer, if it was loaded in tensor parallel.
+    """
+
+    tp_mesh: Any = None
 
     def __init__(self, config: LexConfig) -> None:
         super().__init__(config)
@@ -269,8 +283,9 @@ class LexModel(LexPreTrainedModel):
         inputs_embeds = self._embed(input_ids, inputs_embeds)
         batch, length, _ = inputs_embeds.shape
         cache = usable_cache(past_key_values, self.config)
-        _check_cache(cache, batch)
-        _check_mask(attention_mask, batch, length, cache)
+        own = self._own_layers()
+        _check_cache(cache, own[0], batch)
+        _check_mask(attention_mask, batch, length, cache, own[0])
         rows = Rows.of(batch, length, attention_mask, position_ids)
         if rows.document is not None:
             _check_packing(cache)
@@ -278,16 +293,16 @@ class LexModel(LexPreTrainedModel):
             cache = LexCache(self.config)
         if cache is None and min(rows.counts) == 0:
             raise ValueError(f"Row {rows.counts.index(0)} of attention_mask has no 1: a row needs at least one token.")
-        if self.positions.adds_to_embeddings:
+        if self.positions.adds_to_embeddings and own[0] == 0:
             inputs_embeds = self.positions.embed(
                 inputs_embeds, self._positions(rows, cache, position_ids, inputs_embeds)
             )
-        plans = self._plans(rows, cache, inputs_embeds)
+        plans = self._plans(rows, cache, inputs_embeds, own)
         kwargs.setdefault("output_attentions", self.config.output_attentions)
         kwargs["implementation"] = self.config._attn_implementation
         hidden_states = self.dropout(inputs_embeds)
         for layer, pattern in zip(self.layers, self.config.layer_patterns, strict=False):
-            plan = plans[pattern]
+            plan = plans.get(pattern)
             # Re-entrant checkpointing only sees gradients of arguments that are tensors; learned biases have some.
             checkpointed = self.training and self.gradient_checkpointing
             masks = plan.masks if checkpointed and isinstance(plan, UniformPlan) else ()
@@ -321,30 +336,30 @@ class LexModel(LexPreTrainedModel):
         if position_ids is not None:
             return position_ids
         before = torch.zeros(like.shape[0], dtype=torch.long, device=like.device)
-        if cache is not None and cache.is_initialized:
+        if cache is not None and cache.layers[0].is_initialized:
             layer = cache.layers[0]
             before = layer.positions if layer.is_compileable else before.new_tensor(layer.lengths)
         return rows.positions(before, like.shape[1])
 
-    def _plans(self, rows: Rows, cache: Cache | None, like: torch.Tensor) -> dict[str, AttentionPlan]:
+    def _own_layers(self) -> list[int]:
+        """Indices of the layers that are here: in pipeline parallelism, others stand in for those elsewhere."""
+        layers = self.layers[: self.config.num_hidden_layers]
+        return [index for index, layer in enumerate(layers) if not isinstance(layer, nn.Identity)]
+
+    def _plans(self, rows: Rows, cache: Cache | None, like: torch.Tensor, own: list[int]) -> dict[str, AttentionPlan]:
         """Plan this forward pass, once for each attention pattern in use."""
         patterns = self.config.layer_patterns
+        first = {patterns[index]: index for index in reversed(own)}
         plans = {}
-        for pattern in dict.fromkeys(patterns):
+        for pattern, index in first.items():
             block = self.config.attention_span(pattern)
-            fold = Fold(pattern, block, self.positions, self.config._attn_implementation, self._tp_mesh())
-            layer = None if cache is None else cache.layers[patterns.index(pattern)]
+            fold = Fold(pattern, block, self.positions, self.config._attn_implementation, self.tp_mesh)
+            layer = None if cache is None else cache.layers[index]
             if layer is not None and layer.is_compileable:
                 plans[pattern] = static_plan(fold, rows, layer, like.shape[1], like)
             else:
                 plans[pattern] = fold.plan(rows, [] if layer is None else layer.fills, like.shape[1], like)
         return plans
-
-    def _tp_mesh(self) -> Any:
-        """The processes that share out the heads, if the model was loaded in tensor parallel; else `None`."""
-        layer: Any = self.layers[0]
-        mesh = getattr(layer.self_attn.q_proj.weight, "device_mesh", None)
-        return mesh["tp"] if mesh is not None and "tp" in (mesh.mesh_dim_names or ()) else None
 
     @torch.no_grad()
     def position_bias(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
@@ -366,19 +381,19 @@ class LexModel(LexPreTrainedModel):
         return torch.zeros(shape, dtype=dtype, device=query_positions.device)
 
 
-def _check_cache(cache: Cache | None, batch: int) -> None:
-    rows = batch if cache is None or not cache.layers[0].is_initialized else cache.layers[0].batch_size
+def _check_cache(cache: Cache | None, first: int, batch: int) -> None:
+    rows = batch if cache is None or not cache.layers[first].is_initialized else cache.layers[first].batch_size
     if rows != batch:
         raise ValueError(f"past_key_values holds {rows} texts and the input has {batch} rows; they must be as many.")
 
 
-def _check_mask(attention_mask: torch.Tensor | None, batch: int, length: int, cache: Cache | None) -> None:
+def _check_mask(attention_mask: torch.Tensor | None, batch: int, length: int, cache: Cache | None, first: int) -> None:
     if attention_mask is None:
         return
     if cache is not None and cache.is_compileable:  # what it has read is no number that a compiler may look at
         total = max(length, attention_mask.shape[-1])
     else:
-        total = length + (0 if cache is None else cache.get_seq_length())
+        total = length + (0 if cache is None else cache.get_seq_length(first))
     if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] != total:
         raise ValueError(
             f"attention_mask has the shape {tuple(attention_mask.shape)}; it must be (batch, tokens) = "
@@ -400,6 +415,7 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
+    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
 
     def __init__(self, config: LexConfig) -> None:
         super().__init__(config)

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import threading
@@ -16,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from safetensors import SafetensorError, safe_open
+from torch.utils.data import DataLoader
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -27,8 +29,12 @@ from transformers import (
     default_data_collator,
 )
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import IntervalStrategy, sort_checkpoints
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, logging
+
+from lex_hf.loss_lex import IGNORED
+from lex_hf.streaming import PackedStream
 
 logger = logging.get_logger(__name__)
 
@@ -125,7 +131,7 @@ def training_arguments(output_dir: str | Path, **overrides: Any) -> TrainingArgu
 def train(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    dataset: Dataset,
+    dataset: Dataset | PackedStream,
     arguments: TrainingArguments,
     *,
     eval_dataset: Dataset | None = None,
@@ -133,14 +139,16 @@ def train(
 ) -> TrainingResult:
     """Train a causal language model on packed examples; save it and its tokenizer in `arguments.output_dir`.
 
-    Every token but the first of an example is predicted; nothing is padding. SIGINT (Ctrl-C) and SIGTERM let
+    Every token but the first of an example (or, where documents are kept apart, of a document) is predicted; nothing
+    is padding. SIGINT (Ctrl-C) and SIGTERM let
     the current step end, save a checkpoint and raise `TrainingInterrupted`; a second signal stops at once.
     (Python hands signals to the main thread only: a training in another thread does not see them.)
 
     Args:
         model: The model; trained in place.
         tokenizer: Saved with the model; its special tokens become those of the model.
-        dataset: Examples of equal length in the column `input_ids`, as `lex_hf.data.pack` makes them.
+        dataset: Examples of equal length in the column `input_ids`, and perhaps `position_ids`, as `lex_hf.data.pack`
+            makes them, or a stream of such examples.
         arguments: As `training_arguments` makes them.
         eval_dataset: Examples for `arguments.eval_strategy`.
         resume: Continue from the last complete checkpoint in `arguments.output_dir`. Half-written ones after
@@ -150,14 +158,20 @@ def train(
     Raises:
         TrainingInterrupted: When a signal stopped the training.
         ValueError: If the data, the tokenizer or the checkpoint does not fit; if there is nothing to resume;
-            if there is something to resume, but `resume` is false.
+            if there is something to resume, but `resume` is false; if FSDP is asked for where there is no accelerator.
     """
-    _check_examples(dataset)
+    _check_sharding(arguments)
+    if isinstance(dataset, PackedStream):
+        _check_stream(arguments)
+    else:
+        _check_examples(dataset)
     _check_evaluation(arguments, eval_dataset)
     _check_vocabulary(model, tokenizer)
     if not resume:
         _check_fresh(arguments)
     checkpoint = _checkpoint_to_resume(model, arguments) if resume else None
+    if checkpoint is not None:
+        _resume_data(dataset, Path(checkpoint))
     trainer = _build_trainer(model, tokenizer, dataset, arguments, eval_dataset)
     interruption = _Interruption(trainer.accelerator)
     trainer.add_callback(interruption)
@@ -183,31 +197,89 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
     return next((path for path in map(Path, newest_first) if _is_complete(path)), None)
 
 
+class _LexTrainer(Trainer):
+    """The Trainer, reading streams, and without a cache while it trains."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss of a batch; not a part of the batch, since that may be sent on between processes."""
+        return super().compute_loss(model, {**inputs, "use_cache": False}, *args, **kwargs)
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Load batches; a stream's are read by one process, which gives the others their share."""
+        if not isinstance(self.train_dataset, PackedStream):
+            return super().get_train_dataloader()
+        loader = DataLoader(
+            self.train_dataset,
+            batch_size=self.args.train_batch_size,
+            collate_fn=self.data_collator,
+            pin_memory=self.args.dataloader_pin_memory,
+        )
+        prepared = self.accelerator.prepare(loader)
+        # A loader without one draws from torch's own, and dropout would differ in a run that is resumed.
+        prepared.base_dataloader.generator = torch.Generator()
+        return prepared
+
+
+class _StreamPosition(TrainerCallback, ExportableState):
+    """Tells a stream what was trained on, and every checkpoint where the stream goes on."""
+
+    def __init__(self, stream: PackedStream, examples_per_step: int) -> None:
+        self.stream = stream
+        self.examples_per_step = examples_per_step
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Consume the examples of a step."""
+        self.stream.consume(self.examples_per_step)
+
+    def state(self) -> dict[str, Any]:
+        """Return what goes into the state file of a checkpoint."""
+        return {"args": {}, "attributes": {"position": self.stream.state_dict()}}
+
+
 def _build_trainer(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    dataset: Dataset,
+    dataset: Dataset | PackedStream,
     arguments: TrainingArguments,
     eval_dataset: Dataset | None,
 ) -> Trainer:
     use_cache = model.config.use_cache
-    trainer = Trainer(
+    is_stream = isinstance(dataset, PackedStream)
+    # The Trainer would read a stream from its first document to the place where it goes on.
+    added = {"include_num_input_tokens_seen": "all"} | ({"ignore_data_skip": True} if is_stream else {})
+    trainer = _LexTrainer(
         model=model,
-        args=replace(arguments, include_num_input_tokens_seen="all"),
+        args=replace(arguments, **added),
         data_collator=_collate,
-        train_dataset=dataset.with_format("torch", columns=["input_ids"]),
-        eval_dataset=eval_dataset and eval_dataset.with_format("torch", columns=["input_ids"]),
+        train_dataset=dataset if is_stream else _as_tensors(dataset),
+        eval_dataset=eval_dataset and _as_tensors(eval_dataset),
         processing_class=tokenizer,
     )
-    # Trainer turns the cache off in the config, and would save that; `_collate` does so for training alone.
+    if is_stream:
+        batch = arguments.train_batch_size * arguments.world_size
+        trainer.add_callback(_StreamPosition(dataset, batch * arguments.gradient_accumulation_steps))
+    # Trainer turns the cache off in the config, and would save that; `compute_loss` does so for training alone.
     model.config.use_cache = use_cache
     return trainer
 
 
-def _collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
-    """Make a batch whose labels are its tokens, all of them: end-of-text is learnt though it also pads."""
-    batch = default_data_collator(examples)
-    return {"input_ids": batch["input_ids"], "labels": batch["input_ids"].clone(), "use_cache": False}
+def _as_tensors(dataset: Dataset) -> Dataset:
+    columns = [name for name in ("input_ids", "position_ids") if name in dataset.column_names]
+    return dataset.with_format("torch", columns=columns)
+
+
+def _collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Make a batch whose labels are its tokens, all of them: end-of-text is learnt though it also pads.
+
+    Where documents are kept apart, nothing predicts the first token of one.
+    """
+    batch: dict[str, torch.Tensor] = default_data_collator(examples)
+    labels = batch["input_ids"].clone()
+    if "position_ids" in batch:
+        labels[batch["position_ids"] == 0] = IGNORED
+    return {**batch, "labels": labels}
 
 
 class _NothingLeft(Exception):  # noqa: N818 - no error: it ends a training that was complete before it began
@@ -269,6 +341,34 @@ class _Interruption(TrainerCallback):
         if self.stopped:
             control.should_save = control.should_evaluate = False
         control.should_log |= control.should_save
+
+
+def _check_sharding(arguments: TrainingArguments) -> None:
+    asked = arguments.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
+    if asked and not torch.accelerator.is_available():
+        raise ValueError(
+            "FSDP is asked for, and there is no accelerator here: every process would keep the whole model, in "
+            "silence. Leave fsdp unset."
+        )
+
+
+def _check_stream(arguments: TrainingArguments) -> None:
+    if arguments.max_steps <= 0:
+        raise ValueError(f"max_steps = {arguments.max_steps}: a stream has no end, so say how many steps to take.")
+    if arguments.dataloader_num_workers:
+        raise ValueError(
+            f"dataloader_num_workers = {arguments.dataloader_num_workers}: a stream is read in the process that "
+            "trains, so it must be 0."
+        )
+
+
+def _resume_data(dataset: Dataset | PackedStream, checkpoint: Path) -> None:
+    state = json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
+    position = state["stateful_callbacks"].get(_StreamPosition.__name__)
+    if isinstance(dataset, PackedStream) != (position is not None):
+        raise ValueError(f"{checkpoint} is of a training {'without' if position is None else 'with'} streaming.")
+    if isinstance(dataset, PackedStream):
+        dataset.load_state_dict(position["attributes"]["position"])
 
 
 def _check_examples(dataset: Dataset) -> None:

@@ -1,0 +1,150 @@
+"""Texts to train and to test on, with fingerprints: a model is known by what it was trained on."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lex_hf.data import load_documents
+from lex_hf.tiny import standard_library
+from lex_hf.tokenization import byte_tokenizer, train_tokenizer
+
+STANDARD_LIBRARY = "python"
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents.
+
+    Attributes:
+        name: What they are called in the report.
+        sources: Where they come from.
+        documents: A dataset with the column `text`.
+    """
+
+    name: str
+    sources: Sequence[str]
+    documents: Dataset
+
+    @cached_property
+    def sha256(self) -> str:
+        """Fingerprint of the texts in their order, as hexadecimal digits."""
+        digest = hashlib.sha256()
+        for text in self.documents["text"]:
+            digest.update(hashlib.sha256(text.encode()).digest())
+        return digest.hexdigest()
+
+    def summary(self) -> dict[str, Any]:
+        """What the record says of them."""
+        size = sum(len(text.encode()) for text in self.documents["text"])
+        sources = {"sources": list(self.sources), "documents": len(self.documents)}
+        return {"name": self.name, **sources, "bytes": size, "sha256": self.sha256}
+
+
+def training_texts(data: Sequence[str]) -> Texts:
+    """The texts given, or Python's own library without the files that are held back."""
+    if data:
+        return Texts("training", list(data), load_documents(data))
+    filled = [path for path in standard_library().train if path.stat().st_size]
+    return Texts("training", ["the Python standard library"], load_documents(filled))
+
+
+def test_texts(tests: Sequence[str], data: Sequence[str]) -> list[Texts]:
+    """The sets of test texts: each `NAME=SOURCE`, or `SOURCE` in a set called `test`; a name may come several times.
+
+    Raises:
+        ValueError: If there are training texts but no test texts.
+    """
+    if not tests and data:
+        raise ValueError("--data without --test: give texts to test on that are not trained on, --test NAME=FILE.")
+    if not tests:
+        held_back = "held-back files of the Python standard library"
+        return [Texts(STANDARD_LIBRARY, [held_back], load_documents(standard_library().test))]
+    sources: dict[str, list[str]] = {}
+    for each in tests:
+        name, equals, source = each.partition("=")
+        sources.setdefault(name if equals else "test", []).append(source if equals else each)
+    return [Texts(name, paths, load_documents(paths)) for name, paths in sources.items()]
+
+
+def tokenizer_fingerprint(specification: str, training: Texts) -> str:
+    """What identifies a tokenizer, without making it."""
+    if specification.startswith("bpe:"):
+        return f"{specification}:{training.sha256}"
+    if Path(specification).is_dir():
+        return hashlib.sha256((Path(specification) / "tokenizer.json").read_bytes()).hexdigest()
+    return specification
+
+
+def load_tokenizer(specification: str, training: Texts, folder: Path) -> PreTrainedTokenizerBase:
+    """Load or make a tokenizer: `bytes`, `bpe:N` (kept in `folder` once it is trained), or a folder or Hub id."""
+    if specification == "bytes":
+        return byte_tokenizer()
+    if not specification.startswith("bpe:"):
+        return AutoTokenizer.from_pretrained(specification)
+    key = hashlib.sha256(tokenizer_fingerprint(specification, training).encode()).hexdigest()[:12]
+    place = folder / f"bpe-{bpe_size(specification)}-{key}"
+    if not place.is_dir():
+        tokenizer = train_tokenizer(training.documents["text"], bpe_size(specification))
+        partial = place.with_name(f"{place.name}.partial")
+        tokenizer.save_pretrained(partial)
+        partial.replace(place)
+    return AutoTokenizer.from_pretrained(place)
+
+
+def bpe_size(specification: str) -> int:
+    """The N of `bpe:N`.
+
+    Raises:
+        ValueError: If it is no number.
+    """
+    size = specification.removeprefix("bpe:")
+    if not size.isdecimal():
+        raise ValueError(f"--tokenizer {specification}: after bpe: comes the number of ids, as in bpe:8192.")
+    return int(size)
+
+
+def segments(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, count: int) -> Tensor:
+    """Take segments of `length` tokens from the texts in turn, first their beginnings, `(segments, length)`.
+
+    Args:
+        texts: Where to take them from.
+        tokenizer: Tokenizer of the model.
+        length: Tokens of a segment.
+        count: Number of segments; fewer if the texts hold no more.
+
+    Raises:
+        ValueError: If the texts hold none.
+    """
+    ids = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    starts = range(0, max(map(len, ids)), length)
+    whole = [text[start : start + length] for start in starts for text in ids if start + length <= len(text)]
+    if not whole:
+        raise ValueError(
+            f"No test text has {length} tokens, the longest {max(map(len, ids))}: give longer texts, or choose a "
+            "smaller --length."
+        )
+    return torch.tensor(whole[:count])
+
+
+def long_enough(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[str]:
+    """The texts with at least `length` tokens.
+
+    Raises:
+        ValueError: If there are none.
+    """
+    encoded: Mapping[str, list[list[int]]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)
+    kept = [text for text, ids in zip(texts, encoded["input_ids"], strict=True) if len(ids) >= length]
+    if not kept:
+        raise ValueError(
+            f"No test text has {length} tokens, the longest {max(map(len, encoded['input_ids']))}: give longer texts, "
+            "or choose a smaller --length."
+        )
+    return kept

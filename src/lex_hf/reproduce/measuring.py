@@ -1,0 +1,233 @@
+"""What is measured of a trained model, column by column; each result is kept with the model and never made twice.
+
+A cell has one value for each seed, and behind it values for each document or segment, in the same order for all
+systems, so that differences can be tested in pairs. Perplexities are kept as mean losses in nats per token.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from lex_hf import LexConfig
+from lex_hf.perplexity import compute_perplexity, load_for_evaluation
+from lex_hf.receptive_field import empirical_receptive_field, receptive_field
+from lex_hf.reproduce.corpora import Texts, long_enough, segments
+from lex_hf.reproduce.models import write_json
+from lex_hf.reproduce.presets import Preset
+from lex_hf.reproduce.tables import ERF, JUMP, RESOLUTION, SHARE, VARIATION, System, Table
+from lex_hf.resolution import attention_resolution, expected_attention, measure_resolution
+
+_VERSION = 1  # of what is measured and how it is kept; a higher one makes all measurements anew
+_THRESHOLD = 0.99
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One model, one column.
+
+    Attributes:
+        value: Mean loss in nats per token, or what the column says.
+        documents: The same for each document or segment; empty if there is none.
+        weights: Number of scored tokens of each document; empty if all count alike.
+        curve: What is drawn: scores by distance, or the cumulative gradient; empty if the value is.
+    """
+
+    value: float
+    documents: list[float]
+    weights: list[int]
+    curve: list[float]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the measurements of a table have in common.
+
+    Attributes:
+        table: The table.
+        preset: Its scale.
+        device: Where models run; `None` means a GPU if there is one.
+    """
+
+    table: Table
+    preset: Preset
+    device: str | None
+
+    def length(self, printed: int) -> int:
+        """Tokens at this scale."""
+        return self.table.scaled(printed, self.preset.length)
+
+
+def measure(
+    setting: Setting, system: System, folder: Path, texts: Texts, progress: Callable[[str], None]
+) -> dict[str, Measurement]:
+    """Measure a trained model; what was measured before is read.
+
+    Args:
+        setting: Table and scale.
+        system: The system that the model is of.
+        folder: Folder of the model.
+        texts: Texts to measure it on.
+        progress: Called with what is about to be computed.
+
+    Returns:
+        By column.
+    """
+    results: dict[str, Measurement] = {}
+    loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+    for printed in setting.table.lengths:
+        place = folder / "measurements" / f"{_key(setting, system, texts, printed)}.json"
+        found = _read(place)
+        if found is None:
+            progress(f"{system.name}, {setting.table.measure}, {setting.length(printed)} tokens, {texts.name}")
+            if loaded is None:
+                loaded = load_for_evaluation(str(folder), device=setting.device, **_pattern(setting, system))
+            found = _MEASURES[setting.table.measure](setting, *loaded, list(texts.documents["text"]), printed)
+            if PartialState().is_main_process:
+                write_json(place, {column: asdict(each) for column, each in found.items()})
+            PartialState().wait_for_everyone()
+        results |= found
+    return results
+
+
+def _read(place: Path) -> dict[str, Measurement] | None:
+    if not place.is_file():
+        return None
+    return {name: Measurement(**each) for name, each in json.loads(place.read_text(encoding="utf-8")).items()}
+
+
+def _key(setting: Setting, system: System, texts: Texts, printed: int) -> str:
+    """Hash of what decides a measurement, but for the model, in whose folder it lies."""
+    preset, table = setting.preset, setting.table
+    sizes: dict[str, int | None] = {"segments": preset.measured_segments}
+    if table.measure == "chunked":
+        sizes = {"tokens": preset.test_tokens}
+    if table.measure == "last_token":
+        sizes = {"segments": preset.segments, "longest": setting.length(table.lengths[-1])}
+    content = {
+        "version": _VERSION,
+        "measure": table.measure,
+        "column": setting.length(printed),
+        "l": preset.length,
+        "columns": list(table.columns or (str(printed),)),
+        "pattern": _pattern(setting, system),
+        "texts": texts.sha256,
+        **sizes,
+    }
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return f"{table.measure}-{setting.length(printed)}-{digest[:12]}"
+
+
+def _pattern(setting: Setting, system: System) -> dict[str, Any]:
+    pattern: dict[str, Any] = {"attention_pattern": system.pattern}
+    if system.pattern == "sliding":
+        width = setting.preset.length if system.window is None else setting.length(system.window)
+        pattern["sliding_window"] = width
+    return pattern
+
+
+def _chunked(
+    setting: Setting, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], printed: int
+) -> dict[str, Measurement]:
+    length = setting.length(printed)
+    result = compute_perplexity(
+        model,
+        tokenizer,
+        texts,
+        length=length,
+        batch_size=max(1, setting.preset.tokens_at_once // length),
+        max_length=setting.preset.test_tokens,
+        progress=False,
+    )
+    losses = [each.nll / each.tokens for each in result.documents]
+    return {str(printed): Measurement(result.nll, losses, [each.tokens for each in result.documents], [])}
+
+
+def _last_token(
+    setting: Setting, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], printed: int
+) -> dict[str, Measurement]:
+    """The last tokens of segments of the longest length, after `length` - 1 tokens (Sandwich paper, §3.4)."""
+    longest, length = setting.length(setting.table.lengths[-1]), setting.length(printed)
+    usable = long_enough(texts, tokenizer, longest)
+    result = compute_perplexity(
+        model,
+        tokenizer,
+        usable,
+        protocol="last_token",
+        length=longest,
+        contexts=[length - 1],
+        batch_size=max(1, setting.preset.tokens_at_once // length),
+        max_length=longest * -(-setting.preset.segments // len(usable)),
+        progress=False,
+    )
+    losses = [each.nll / each.tokens for each in result.documents]
+    return {str(printed): Measurement(result.nll, losses, [each.tokens for each in result.documents], [])}
+
+
+def _resolution(
+    setting: Setting, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], printed: int
+) -> dict[str, Measurement]:
+    ids = segments(texts, tokenizer, setting.length(printed), setting.preset.measured_segments)
+    found = [measure_resolution(model, segment[None], progress=False) for segment in ids]
+    # As many pairs are behind each distance in every segment, so the curve of all is the mean of theirs.
+    layers = [torch.stack(curves).mean(dim=0) for curves in zip(*(each.curves for each in found), strict=True)]
+    value = fmean(map(attention_resolution, layers))
+    curve = torch.stack(layers).mean(dim=0).tolist()  # all layers have the same pattern
+    return {str(printed): Measurement(value, [each.mean for each in found], [], curve)}
+
+
+def _receptive_field(
+    setting: Setting, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], printed: int
+) -> dict[str, Measurement]:
+    ids = segments(texts, tokenizer, setting.length(printed), setting.preset.measured_segments)
+    field = receptive_field(model, ids, threshold=_THRESHOLD, batch_size=1, progress=False)
+    curves, mean, length = field.curves[:, 0], field.cumulative, setting.preset.length
+    own = int(model.config.training_length)
+    fields = (empirical_receptive_field(curves, _THRESHOLD) / length).tolist()
+    jumps = [_jump(curve, own) / own for curve in curves]
+    columns = {
+        ERF: Measurement(field.erf / length, fields, [], mean.tolist()),
+        SHARE: Measurement(float(mean[length - 1]), curves[:, length - 1].tolist(), [], []),
+        JUMP: Measurement(_jump(mean, own) / own, jumps, [], []),
+    }
+    return {name: columns[name] for name in setting.table.column_names}
+
+
+def _jump(curve: torch.Tensor, recent: int) -> int:
+    """The place from the start, in tokens, that has the largest share but for the newest `recent` tokens."""
+    shares = torch.diff(curve, prepend=curve.new_zeros(1))  # newest first
+    newest_first = recent + int(shares[recent:].argmax())
+    return len(curve) - newest_first
+
+
+_MEASURES: dict[str, Callable[..., dict[str, Measurement]]] = {
+    "chunked": _chunked,
+    "last_token": _last_token,
+    "resolution": _resolution,
+    "receptive_field": _receptive_field,
+}
+
+
+def expectation(setting: Setting, config: LexConfig) -> dict[str, Measurement]:
+    """What a scheme's curve of expected attention is like (LEX paper, Eq. 10 and Figure 2); nothing is trained.
+
+    Args:
+        setting: Table and scale; the curve extends to the table's length.
+        config: Configuration of the scheme.
+
+    Returns:
+        The sum of all rises and falls beyond l/2, by the curve's value at 0, and its attention resolution.
+    """
+    curve = expected_attention(config, torch.arange(setting.length(setting.table.lengths[-1])))
+    variation = curve[setting.preset.length // 2 :].diff().abs().sum() / curve[0]
+    return {
+        VARIATION: Measurement(float(variation), [], [], curve.tolist()),
+        RESOLUTION: Measurement(attention_resolution(curve), [], [], []),
+    }

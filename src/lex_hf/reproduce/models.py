@@ -1,0 +1,221 @@
+"""The models of the tables: each trained once, kept under a hash of all that decides its weights, and resumed.
+
+The hash is over the fields of the config that differ from the defaults, the training settings, the seed, the tokenizer
+and the training texts; not over versions or hardware, which are recorded beside the model.
+"""
+
+import hashlib
+import json
+import platform
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from transformers import PreTrainedTokenizerBase, set_seed
+
+from lex_hf import LexConfig, LexForCausalLM
+from lex_hf.training import TrainingInterrupted, last_checkpoint, train, training_arguments
+
+DONE = "training.json"  # written when a model is whole
+_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the tokenizer decides them
+_WITHOUT_EFFECT = ("chunked_loss", "use_cache", *_IDS)
+_CHECKPOINTS, _LOGS = 10, 15  # of a training
+
+State = Literal["trained", "begun", "missing"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model that a table needs.
+
+    Attributes:
+        config: Its configuration, in training.
+        training: Fields of `TrainingArguments` that decide the weights.
+        examples_per_step: Training examples of an optimiser step, over all devices.
+        seed: Seed of weights and of the order of examples.
+        tokenizer: Fingerprint of its tokenizer.
+        data: Fingerprint of its training texts.
+    """
+
+    config: LexConfig
+    training: Mapping[str, Any]
+    examples_per_step: int
+    seed: int
+    tokenizer: str
+    data: str
+
+    def identity(self) -> dict[str, Any]:
+        """All that decides the weights."""
+        default = LexConfig().to_dict()
+        fields = {name: value for name, value in self.config.to_dict().items() if value != default.get(name)}
+        return {
+            "config": {name: value for name, value in fields.items() if name not in _WITHOUT_EFFECT},
+            "training": dict(self.training),
+            "examples_per_step": self.examples_per_step,
+            "seed": self.seed,
+            "tokenizer": self.tokenizer,
+            "data": self.data,
+        }
+
+    @property
+    def name(self) -> str:
+        """Name of its folder: the scheme, the training length, the seed and the hash."""
+        digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+        config = self.config
+        return f"{config.position_embedding_type}-l{config.training_length}-seed{self.seed}-{digest[:12]}"
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps."""
+        return int(self.training["max_steps"])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it is trained on."""
+        return self.steps * self.examples_per_step * self.config.training_length
+
+    def parameters(self) -> int:
+        """Number of parameters, counted without making them."""
+        with torch.device("meta"):
+            return int(LexForCausalLM(self.config).num_parameters())
+
+    def state(self, models: Path) -> State:
+        """Whether the folder of models holds it."""
+        folder = models / self.name
+        if (folder / DONE).is_file():
+            return "trained"
+        return "begun" if last_checkpoint(folder) else "missing"
+
+
+def ensure(
+    job: Job, models: Path, tokenizer: PreTrainedTokenizerBase, examples: Dataset, tokens_at_once: int
+) -> dict[str, Any]:
+    """Train a model if it is missing, from its last checkpoint if there is one.
+
+    Args:
+        job: The model.
+        models: Folder of all models; it gets a folder of its own there.
+        tokenizer: Its tokenizer.
+        examples: Its packed training examples.
+        tokens_at_once: Tokens of a batch on one device; steps of more are accumulated.
+
+    Returns:
+        What is recorded of its training, with `trained_now`: whether this call trained it.
+
+    Raises:
+        KeyboardInterrupt: If training was stopped; the next call goes on from its checkpoint.
+    """
+    folder = models / job.name
+    if job.state(models) == "trained":
+        return {**json.loads((folder / DONE).read_text(encoding="utf-8")), "trained_now": False}
+    begun = _clear(job, models)
+    arguments = training_arguments(folder, **_arguments(job, tokens_at_once))
+    set_seed(job.seed)
+    ids = {name: getattr(tokenizer, name) for name in _IDS}
+    model = LexForCausalLM(LexConfig(**({**job.config.to_diff_dict(), **ids})))
+    start = time.monotonic()
+    try:
+        result = train(model, tokenizer, examples, arguments, resume=begun)
+    except TrainingInterrupted as stopped:
+        raise KeyboardInterrupt(
+            f"Training of {job.name} was stopped after {stopped.steps} of {job.steps} steps. The same command goes on "
+            "from there."
+        ) from stopped
+    done = {
+        "name": job.name,
+        "identity": job.identity(),
+        "parameters": model.num_parameters(),
+        "steps": result.steps,
+        "tokens": result.tokens,
+        "train_loss": result.train_loss,
+        "losses": result.losses,
+        "seconds": time.monotonic() - start,
+        "resumed": begun,
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+    if PartialState().is_main_process:
+        write_json(folder / DONE, done)
+        for checkpoint in folder.glob("checkpoint-*"):
+            shutil.rmtree(checkpoint)
+    PartialState().wait_for_everyone()
+    return {**done, "trained_now": True}
+
+
+def _clear(job: Job, models: Path) -> bool:
+    """Remove what a killed process left before its first checkpoint; return whether there is one."""
+    state, folder = PartialState(), models / job.name
+    begun = job.state(models) == "begun"
+    state.wait_for_everyone()
+    if not begun and folder.exists() and state.is_main_process:
+        shutil.rmtree(folder)
+    state.wait_for_everyone()
+    return begun
+
+
+def _arguments(job: Job, tokens_at_once: int) -> dict[str, Any]:
+    processes = PartialState().num_processes
+    if job.examples_per_step % processes:
+        raise ValueError(
+            f"A step has {job.examples_per_step} examples, which {processes} processes cannot share: start another "
+            "number of processes."
+        )
+    mine = job.examples_per_step // processes
+    most = max(1, tokens_at_once // job.config.training_length)
+    batch = max(size for size in range(1, mine + 1) if mine % size == 0 and size <= most)
+    return {
+        **job.training,
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": mine // batch,
+        "logging_steps": max(1, job.steps // _LOGS),
+        "save_steps": max(1, job.steps // _CHECKPOINTS),
+        "save_total_limit": 1,
+        "seed": job.seed,
+        "use_cpu": not torch.accelerator.is_available(),
+    }
+
+
+def join_processes(output: Path) -> None:
+    """Take this process's place among those of a launcher, if there is one, before anything asks who it is."""
+    training_arguments(output, use_cpu=not torch.accelerator.is_available())  # on CPUs they are found only if told so
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write JSON; the file appears under its name only when it is whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+
+
+def hardware() -> dict[str, Any]:
+    """What the computation runs on."""
+    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "threads": torch.get_num_threads(),
+        "accelerators": devices,
+        "processes": PartialState().num_processes,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that the numbers rest on."""
+    from importlib.metadata import version
+
+    libraries = ("lex-hf", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy", "scipy")
+    return {"python": platform.python_version()} | {name: _version(version, name) for name in libraries}
+
+
+def _version(find: Any, name: str) -> str:
+    try:
+        return str(find(name))
+    except ModuleNotFoundError:  # run from its sources, without being installed
+        return "not installed"

@@ -1,0 +1,75 @@
+"""The figures that the papers print, as data of the package: `published/<table>.json`, each with its source."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Published:
+    """One table or figure of a paper.
+
+    Attributes:
+        name: Its name here, as `lex-table2`.
+        paper: Title of the paper.
+        id: Its arXiv number.
+        where: Its number in the paper.
+        title: What it shows.
+        metric: What its values are.
+        training_length: The paper's l in tokens.
+        note: What to know when reading the values; may be empty.
+        values: By corpus, row and column.
+        printed: The same, as printed: with ± and marks.
+    """
+
+    name: str
+    paper: str
+    id: str
+    where: str
+    title: str
+    metric: str
+    training_length: int
+    note: str
+    values: Mapping[str, Mapping[str, Mapping[str, float]]]
+    printed: Mapping[str, Mapping[str, Mapping[str, str]]]
+
+    def corpus_for(self, name: str) -> str | None:
+        """The corpus of the paper that a set of texts stands for: the one of its name or kind, else the first.
+
+        Returns:
+            Its name, or `None` if the paper prints no numbers.
+        """
+        by_name = {corpus.lower(): corpus for corpus in self.values}
+        wanted = name.lower()
+        return by_name.get(wanted) or by_name.get(_STANDS_FOR.get(wanted, ""), next(iter(self.values), None))
+
+
+# Kinds of texts, by the names people give them, that one of the papers' corpora is of.
+_STANDS_FOR = {"books": "pg22", "meetings": "qmsum", "code": "github", "python": "github"}
+
+
+def load(name: str) -> Published:
+    """Read the printed figures of a table.
+
+    Args:
+        name: As `lex-table2`.
+    """
+    content = json.loads((files("lex_hf") / "published" / f"{name}.json").read_text(encoding="utf-8"))
+    values: dict[str, dict[str, dict[str, float]]] = {}
+    printed: dict[str, dict[str, dict[str, str]]] = {}
+    for entry in content.pop("values"):
+        place = entry["corpus"], entry["row"], entry["column"]
+        _put(values, *place, entry["value"])
+        _put(printed, *place, _as_printed(entry))
+    return Published(**{"note": ""} | content, values=values, printed=printed)
+
+
+def _put(tree: dict[str, dict[str, dict[str, Any]]], corpus: str, row: str, column: str, value: Any) -> None:
+    tree.setdefault(corpus, {}).setdefault(row, {})[column] = value
+
+
+def _as_printed(entry: Mapping[str, Any]) -> str:
+    spread = f" ± {entry['plus_minus']:g}" if "plus_minus" in entry else ""
+    return f"{round(entry['value'], 4):.8g}{spread}{entry.get('mark', '')}"

@@ -1,0 +1,350 @@
+"""A record as a report: text and pictures, from the record alone."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+from lex_hf import plots
+from lex_hf.receptive_field import ReceptiveField
+from lex_hf.reproduce.models import write_json
+
+RECORD, REPORT = "record.json", "report.md"
+NO_TEXTS = "computed from the configuration"
+_PROTOCOLS = {
+    "chunked": "each text is cut into segments of the length, each read alone; the same tokens count at every length",
+    "last_token": "the last token of each segment, after one token less than the length; the same tokens for all",
+    "resolution": "attention resolution R(s) of each layer's mean scores, averaged over the layers",
+    "receptive_field": "cumulative normalised gradient of the prediction after the last token of a segment",
+    "expectation": "the expectation of scores by distance (Eq. 10), computed from the configuration",
+}
+_SHOWN_PARTS = 12
+
+
+def write(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write record, report and pictures; each appears under its name only when it is whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in pictures(record).items():
+        plots.save(figure, folder / name)
+    write_json(folder / RECORD, record)
+    partial = folder / f"{REPORT}.partial"
+    partial.write_text(render(record), encoding="utf-8")
+    partial.replace(folder / REPORT)
+
+
+def render(record: Mapping[str, Any]) -> str:
+    """The report as Markdown."""
+    blocks = [*_introduction(record)]
+    for name, result in record["results"].items():
+        blocks += [f"## {_heading_of(name, result)}", *_results(record, name, result)]
+    blocks += ["## How it was made", *_making(record)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _introduction(record: Mapping[str, Any]) -> Iterator[str]:
+    paper = record["published"]
+    yield f"# {paper['where']} of {paper['id']}, at the scale `{record['preset']['name']}`"
+    yield f"{paper['title']}: *{paper['paper']}*, {paper['where']}."
+    scale = f"Training length l = {record['training_length']} tokens here, {paper['training_length']} in the paper"
+    yield (
+        f"{scale}; lengths and windows are scaled by it, slopes are as printed. "
+        f"Measured: {_PROTOCOLS[record['measure']]}."
+    )
+    if paper["note"]:
+        yield f"On the printed figures: {paper['note']}"
+
+
+def _heading_of(name: str, result: Mapping[str, Any]) -> str:
+    if result["corpus"] is None:
+        return f"{name[:1].upper()}{name[1:]}"
+    return f"{name[:1].upper()}{name[1:]}, beside {result['corpus']}"
+
+
+def _results(record: Mapping[str, Any], name: str, result: Mapping[str, Any]) -> Iterator[str]:
+    yield _summary(result["statements"])
+    yield _comparison_table(record, result)
+    yield _legend(record)
+    yield from (f"![{_heading_of(name, result)}]({file})" for file in _picture_names(record, name))
+    yield "### Where it agrees with the paper, and where not"
+    claims = [each for each in result["statements"] if each["kind"] == "claim"]
+    numbers = [each for each in result["statements"] if each["kind"] != "claim"]
+    for title, chosen in (("What the text says:", claims), ("What the printed numbers say:", numbers)):
+        if chosen:
+            yield title
+            yield "\n".join(_sentence(record, each) for each in chosen)
+    intervals = _interval_table(record, result)
+    if intervals:
+        yield "### Intervals over documents"
+        yield "95 % bootstrap intervals over the documents (or segments) of the mean over the seeds."
+        yield intervals
+
+
+def _summary(statements: Sequence[Mapping[str, Any]]) -> str:
+    lines = []
+    for kind, what in (("claim", "claims of the text"), ("order", "pairs of systems"), ("trend", "steps in length")):
+        chosen = [each for each in statements if each["kind"] == kind]
+        verdicts = [each["verdict"] for each in chosen]
+        if kind != "claim":
+            verdicts = [part["verdict"] for each in chosen for part in each["parts"]]
+        if verdicts:
+            lines.append(f"- {len(verdicts)} {what}: {_counted(verdicts)}")
+    return "\n".join(lines)
+
+
+def _counted(verdicts: Sequence[str]) -> str:
+    words = {"agrees": "agree", "disagrees": "disagree"}
+    order = ("agrees", "disagrees", "not significant", "not tested")
+    counts = {verdict: sum(each == verdict for each in verdicts) for verdict in order}
+    return ", ".join(f"{count} {words.get(verdict, verdict)}" for verdict, count in counts.items() if count)
+
+
+def _comparison_table(record: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    """Our row of each system, and under it the printed one."""
+    printed = record["published"]["printed"].get(result["corpus"], {})
+    rows = [["system", *(_column_title(record, column) for column in record["columns"])]]
+    rows.append(["---", *["---:"] * len(record["columns"])])
+    for system, cells in result["cells"].items():
+        rows.append([system, *(_cell(record, cells.get(column)) for column in record["columns"])])
+        if system in printed:
+            row = printed[system]
+            rows.append(["*as printed*", *(_italic(row.get(column, "")) for column in record["columns"])])
+    return _markdown(rows)
+
+
+def _column_title(record: Mapping[str, Any], column: str) -> str:
+    if not record["by_length"]:
+        return column
+    return f"{record['lengths'][column]} ({_multiple(int(column), record['published']['training_length'])})"
+
+
+def _multiple(length: int, unit: int) -> str:
+    if length < unit and unit % length == 0:
+        return f"l/{unit // length}"
+    return "l" if length == unit else f"{length / unit:g} l"
+
+
+def _italic(text: str) -> str:
+    return f"*{text.replace('*', chr(92) + '*')}*" if text else ""
+
+
+def _cell(record: Mapping[str, Any], cell: Mapping[str, Any] | None) -> str:
+    """Mean, and half the width of its interval over the seeds."""
+    if cell is None:
+        return ""
+    mean, interval = _shown(record, cell["mean"]), cell["seed_interval"]
+    mark = cell["mark"].replace("*", chr(92) + "*")
+    if interval is None:
+        return f"{_number(mean)}{mark}"
+    low, high = (_shown(record, end) for end in interval)
+    return f"{_number(mean)} ± {_number((high - low) / 2)}{mark}"
+
+
+def _shown(record: Mapping[str, Any], value: float) -> float:
+    """Losses are shown as perplexities."""
+    if not record["perplexity"]:
+        return value
+    return math.exp(value) if value < 700 else math.inf
+
+
+def _number(value: float) -> str:
+    if not math.isfinite(value):
+        return "∞"
+    return f"{value:.4g}" if abs(value) >= 100 else f"{value:.3f}"
+
+
+def _legend(record: Mapping[str, Any]) -> str:
+    seeds = len(record["seeds"])
+    words = []
+    if seeds > 1:
+        words.append(
+            f"Mean of {seeds} seeds ± half the width of its 95 % t interval. Verdicts and marks rest on differences "
+            "paired by seed."
+        )
+    elif seeds == 1:
+        words.append("One seed: differences are paired by document, and hold for these trained models alone.")
+    if record["reference"] is not None:
+        words.append(
+            f"† {record['reference']} is significantly better, \\* significantly worse (paired two-sided t-test, "
+            "at 0.05); marks of printed rows are the paper's."
+        )
+    words.append("Printed rows are of other texts, larger models and longer training: compare orders, not values.")
+    return " ".join(words)
+
+
+def _sentence(record: Mapping[str, Any], statement: Mapping[str, Any]) -> str:
+    text = _with_lengths(record, statement["text"])
+    parts = statement["parts"]
+    if len(parts) == 1:
+        return f"- **{statement['verdict']}**: {text} ({_evidence(record, parts[0])})"
+    head = f"- **{statement['verdict']}**: {text}: {_counted([part['verdict'] for part in parts])}"
+    # Of the printed numbers there are many pairs: evidence for those that disagree, names for those left open.
+    shown = [part for part in parts if statement["kind"] == "claim" or part["verdict"] == "disagrees"]
+    lines = [f"  - {part['verdict']}: {_relation(record, part)} ({_evidence(record, part)})" for part in shown]
+    unclear = [part for part in parts if part not in shown and part["verdict"] != "agrees"]
+    if unclear:
+        lines.append(f"  - left open: {'; '.join(_relation(record, part) for part in unclear)}")
+    if len(lines) > _SHOWN_PARTS:
+        lines = [*lines[:_SHOWN_PARTS], f"  - and {len(lines) - _SHOWN_PARTS} more, in {RECORD}"]
+    return "\n".join([head, *lines])
+
+
+def _with_lengths(record: Mapping[str, Any], text: str) -> str:
+    for printed, length in record["lengths"].items():
+        text = text.replace(f"{{{printed}}}", str(length))
+    return text
+
+
+def _relation(record: Mapping[str, Any], part: Mapping[str, Any]) -> str:
+    left, right = (_place(record, part[side]) for side in ("left", "right"))
+    return f"{left} {part['relation']} {right}"
+
+
+def _place(record: Mapping[str, Any], place: Any) -> str:
+    if not isinstance(place, list | tuple):
+        return f"{place:g}"
+    system, column = place
+    return f"{system} at {record['lengths'][column]}" if record["by_length"] else f"{system}, {column}"
+
+
+def _evidence(record: Mapping[str, Any], part: Mapping[str, Any]) -> str:
+    """The difference with its interval, as a ratio of perplexities where they are, and the test."""
+    if "difference" not in part:
+        return str(part["reason"])
+    what = "ratio" if record["perplexity"] else "difference"
+    numbers = f"{what} {_difference(record, part['difference'])}"
+    if part["pairing"] == "exact":
+        return numbers
+    if part["interval"] is None:
+        return f"{numbers}, a single seed and too few documents to test"
+    low, high = (_difference(record, end) for end in part["interval"])
+    test = f"p = {part['p_value']:.2g} over {part['pairs']} {part['pairing']}"
+    if part["pairing"] == "seeds" and part["document_p_value"] is not None:
+        test += f", {part['document_p_value']:.2g} over {part['documents']} documents"
+    return f"{numbers} [{low}, {high}], {test}"
+
+
+def _difference(record: Mapping[str, Any], value: float) -> str:
+    if not record["perplexity"]:
+        return f"{value:+.3g}"
+    return f"{math.exp(value):.4g}" if value < 700 else "∞"
+
+
+def _interval_table(record: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+    rows = []
+    for system, cells in result["cells"].items():
+        ends = [cells[column]["document_interval"] if column in cells else None for column in record["columns"]]
+        if any(ends):
+            rows.append([system, *("" if each is None else _interval(record, each) for each in ends)])
+    if not rows:
+        return ""
+    head = ["system", *(_column_title(record, column) for column in record["columns"])]
+    return _markdown([head, ["---", *["---:"] * len(record["columns"])], *rows])
+
+
+def _interval(record: Mapping[str, Any], interval: Sequence[float]) -> str:
+    low, high = (_number(_shown(record, end)) for end in interval)
+    return f"{low} to {high}"
+
+
+def _making(record: Mapping[str, Any]) -> Iterator[str]:
+    yield f"`{record['command']}`, {record['created']}."
+    if record["models"]:
+        rows = [["model", "systems", "parameters", "steps", "tokens", "loss", "seconds"]]
+        rows.append(["---", "---", *["---:"] * 5])
+        rows += [_model_row(each) for each in record["models"]]
+        yield _markdown(rows)
+        yield "Loss: mean over the training, in nats per token. Seconds: of the last uninterrupted part of it."
+    texts = [*([record["data"]] if record["data"] else []), *record["tests"].values()]
+    if texts:
+        yield "\n".join(
+            f"- {each['name']}: {each['documents']} documents, {each['bytes']} bytes, {', '.join(each['sources'])} "
+            f"(SHA-256 {each['sha256'][:16]}…)"
+            for each in texts
+        )
+    hardware = record["hardware"]
+    accelerators = ", ".join(hardware["accelerators"]) or "no accelerator"
+    yield (
+        f"{hardware['system']} on {hardware['machine']}, {hardware['threads']} threads, {accelerators}, "
+        f"{hardware['processes']} process{'es' if hardware['processes'] > 1 else ''}; "
+        f"{record['seconds']['all']:.0f} s, of which {record['seconds']['training']:.0f} s went into training."
+    )
+    yield ", ".join(f"{name} {version}" for name, version in record["versions"].items()) + "."
+
+
+def _model_row(model: Mapping[str, Any]) -> list[str]:
+    numbers = [str(model[name]) for name in ("parameters", "steps", "tokens")]
+    loss = f"{model['train_loss']:.4f}"
+    return [f"`{model['name']}`", ", ".join(model["systems"]), *numbers, loss, f"{model['seconds']:.0f}"]
+
+
+def _markdown(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def pictures(record: Mapping[str, Any]) -> dict[str, Figure]:
+    """The pictures of a record, by file name."""
+    found = {}
+    for name, result in record["results"].items():
+        for file, systems in zip(_picture_names(record, name), _groups(record), strict=False):
+            found[file] = _picture(record, name, result, systems)
+    return found
+
+
+def _picture_names(record: Mapping[str, Any], name: str) -> list[str]:
+    stem = "".join(letter if letter.isalnum() else "-" for letter in name).strip("-") or "texts"
+    groups = _groups(record)
+    return [f"{stem}.png"] if len(groups) == 1 else [f"{stem}-{number}.png" for number in range(1, len(groups) + 1)]
+
+
+def _groups(record: Mapping[str, Any]) -> list[list[str]]:
+    """The systems of each picture: all in one, or group by group if they are more than there are styles of lines."""
+    systems, most = record["systems"], len(plots.STYLES)
+    groups: dict[str, list[str]] = {}
+    for name, system in systems.items():
+        groups.setdefault(system["group"] if len(systems) > most else "", []).append(name)
+    return [part for group in groups.values() for part in _evenly(group, most)]
+
+
+def _evenly(names: list[str], most: int) -> list[list[str]]:
+    """Cut a list into parts of about equal size, none larger than `most`."""
+    parts = -(-len(names) // most)
+    size = -(-len(names) // parts)
+    return [names[start : start + size] for start in range(0, len(names), size)]
+
+
+def _picture(record: Mapping[str, Any], name: str, result: Mapping[str, Any], systems: Sequence[str]) -> Figure:
+    title = f"{record['published']['where']} of {record['published']['id']}, {record['preset']['name']}: {name}"
+    measure = record["measure"]
+    if record["perplexity"]:
+        return _perplexities(record, result, systems, title)
+    last = record["columns"][-1] if measure == "resolution" else record["columns"][0]
+    curves = {system: torch.tensor(result["curves"][system][last], dtype=torch.float64) for system in systems}
+    if measure == "receptive_field":
+        fields = {system: _field(curve, record["training_length"]) for system, curve in curves.items()}
+        return plots.receptive_fields(fields, title=title)
+    return plots.attention_expectation(curves, title=title, training_length=record["training_length"])
+
+
+def _perplexities(record: Mapping[str, Any], result: Mapping[str, Any], systems: Sequence[str], title: str) -> Figure:
+    lengths, cells = record["lengths"], result["cells"]
+    curves = {
+        system: {lengths[column]: _shown(record, cell["mean"]) for column, cell in cells[system].items()}
+        for system in systems
+    }
+    intervals = {
+        system: {
+            lengths[column]: tuple(_shown(record, end) for end in cell["seed_interval"])
+            for column, cell in cells[system].items()
+            if cell["seed_interval"] is not None
+        }
+        for system in systems
+    }
+    bands: Any = {system: band for system, band in intervals.items() if band}
+    return plots.perplexity_by_length(curves, record["training_length"], title=title, intervals=bands or None)
+
+
+def _field(curve: torch.Tensor, training_length: int) -> ReceptiveField:
+    return ReceptiveField(curve[None, None], [len(curve) - 1], 0.99, None, training_length)

@@ -1,0 +1,339 @@
+"""Make a table again: plan, train what is missing, measure, compare with the paper, write the report."""
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from datasets import Dataset
+from rich.console import Console
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lex_hf.data import pack
+from lex_hf.reproduce import corpora, models, published, report, tables
+from lex_hf.reproduce.corpora import Texts
+from lex_hf.reproduce.measuring import Measurement, Setting, expectation, measure
+from lex_hf.reproduce.models import Job
+from lex_hf.reproduce.presets import Preset, preset
+from lex_hf.reproduce.statements import Cell, is_perplexity, marks, statements
+from lex_hf.reproduce.tables import System, Table
+
+_UNKNOWN = "not given"  # fingerprint of texts in a plan made without them
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for.
+
+    Attributes:
+        table: Name of the table, as `lex-table2`.
+        preset: `tiny`, `small` or `paper`.
+        output: Folder of everything: models are shared by all tables that are made there.
+        data: Training texts, as `load_documents` reads them; Python's own library if there are none and it is `tiny`.
+        tests: Test texts, each `NAME=SOURCE` or `SOURCE`.
+        seeds: Seeds of weights and of the order of examples.
+        steps: Optimiser steps, instead of the preset's.
+        length: l in tokens, instead of the preset's.
+        tokenizer: `bytes`, `bpe:N`, or a folder or Hub id, instead of the preset's.
+        also: Further systems, as `sandwich` or `kerple+bca`.
+        segments: Number of segments under `last_token`, instead of the preset's.
+        device: Where models are measured; a GPU if there is one.
+    """
+
+    table: str
+    preset: str
+    output: Path
+    data: Sequence[str] = ()
+    tests: Sequence[str] = ()
+    seeds: Sequence[int] = (0, 1, 2)
+    steps: int | None = None
+    length: int | None = None
+    tokenizer: str | None = None
+    also: Sequence[str] = ()
+    segments: int | None = None
+    device: str | None = None
+
+
+class Plan:
+    """What a request comes to, before anything is trained."""
+
+    def __init__(self, request: Request) -> None:
+        """Resolve names and settings.
+
+        Raises:
+            ValueError: If one is unknown or impossible.
+        """
+        self.request = request
+        found = tables.find(request.table)
+        further = tuple(tables.further_system(each) for each in request.also)
+        self.table: Table = replace(found, systems=(*found.systems, *further))
+        _check_seeds(request.seeds)
+        self.preset = _preset(request, self.table)
+        self.configs = {system.name: self.preset.config(self.table, system) for system in self.table.systems}
+        if len(self.configs) < len(self.table.systems):
+            raise ValueError(f"--also {' '.join(request.also)}: a system is there twice.")
+
+    @property
+    def models(self) -> Path:
+        """Folder of the models."""
+        return self.request.output / "models"
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the report."""
+        return self.request.output / f"{self.table.name}-{self.preset.name}"
+
+    @property
+    def trains(self) -> bool:
+        """Whether the table needs trained models."""
+        return self.table.measure != "expectation"
+
+    @property
+    def has_data(self) -> bool:
+        """Whether there are texts to train on."""
+        return bool(self.request.data) or not self.preset.needs_data
+
+    @cached_property
+    def training(self) -> Texts:
+        """The training texts.
+
+        Raises:
+            ValueError: If none are given and the preset needs them.
+        """
+        if not self.has_data:
+            raise ValueError(
+                f"--preset {self.preset.name} needs texts to train on: give --data FILES and --test FILES."
+            )
+        return corpora.training_texts(self.request.data)
+
+    @cached_property
+    def tests(self) -> list[Texts]:
+        """The sets of test texts."""
+        return corpora.test_texts(self.request.tests, self.request.data)
+
+    def job(self, system: System, seed: int) -> Job:
+        """The model of a system and a seed."""
+        config = self.configs[system.name]
+        data = self.training.sha256 if self.has_data else _UNKNOWN
+        tokenizer = self.preset.tokenizer
+        fingerprint = corpora.tokenizer_fingerprint(tokenizer, self.training) if self.has_data else tokenizer
+        examples = self.preset.examples_per_step(config.training_length)
+        return Job(config, self.preset.training, examples, seed, fingerprint, data)
+
+    @cached_property
+    def jobs(self) -> list[tuple[Job, list[str]]]:
+        """The models, and the systems that each serves; systems that differ in evaluation only share one."""
+        found: dict[str, tuple[Job, list[str]]] = {}
+        for system in self.table.systems if self.trains else ():
+            for seed in self.request.seeds:
+                job = self.job(system, seed)
+                found.setdefault(job.name, (job, []))[1].append(system.name)
+        return list(found.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan, ready for JSON: models to train with parameters, steps and tokens, and what is measured."""
+        return {
+            "table": self.table.name,
+            "preset": self.preset.name,
+            "training_length": self.preset.length,
+            "measure": self.table.measure,
+            "lengths": [self.table.scaled(length, self.preset.length) for length in self.table.lengths],
+            "models": [
+                {
+                    "name": job.name,
+                    "systems": systems,
+                    "seed": job.seed,
+                    "parameters": job.parameters(),
+                    "steps": job.steps,
+                    "tokens": job.tokens,
+                    "state": job.state(self.models) if self.has_data else "missing",
+                }
+                for job, systems in self.jobs
+            ],
+            "evaluations": [
+                {"system": system.name, "pattern": system.pattern, "seeds": list(self.request.seeds)}
+                for system in self.table.systems
+            ],
+            "tests": [texts.summary() for texts in self.tests] if self.trains and self.has_data else [],
+            "data": self.training.summary() if self.trains and self.has_data else None,
+        }
+
+
+def _check_seeds(seeds: Sequence[int]) -> None:
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
+        raise ValueError(f"--seeds {','.join(map(str, seeds))}: they must be different, at least 0, and one at least.")
+
+
+def _preset(request: Request, table: Table) -> Preset:
+    chosen = preset(request.preset, table.paper, length=request.length, steps=request.steps)
+    if request.segments is not None:
+        chosen = replace(chosen, segments=request.segments)
+    if request.tokenizer is None:
+        return chosen
+    return replace(chosen, tokenizer=request.tokenizer, vocabulary=_vocabulary(request.tokenizer))
+
+
+def _vocabulary(tokenizer: str) -> int:
+    if tokenizer == "bytes":
+        return 257
+    if tokenizer.startswith("bpe:"):
+        return corpora.bpe_size(tokenizer)
+    return len(AutoTokenizer.from_pretrained(tokenizer))
+
+
+def run(request: Request, *, console: Console | None = None) -> dict[str, Any]:
+    """Make a table; models and measurements that are there are not made again.
+
+    Args:
+        request: What is asked for.
+        console: Where to print.
+
+    Returns:
+        The record, as written to `record.json` beside `report.md` and the pictures.
+
+    Raises:
+        KeyboardInterrupt: If training was stopped; the same call goes on.
+        ValueError: If the request, or its texts, are impossible.
+    """
+    plan, start = Plan(request), time.monotonic()
+    models.join_processes(request.output)
+    console = (console or Console()) if PartialState().is_main_process else Console(quiet=True)
+    trained = _train(plan, console)
+    trained_for = time.monotonic() - start
+    results = _measure_all(plan, console) if plan.trains else {report.NO_TEXTS: _expectations(plan)}
+    record = {
+        **_heading(plan),
+        "models": [{**each, "systems": systems} for each, systems in trained],
+        "results": {name: _result(plan, name, cells) for name, cells in results.items()},
+        "seconds": {"training": trained_for, "all": time.monotonic() - start},
+    }
+    if PartialState().is_main_process:
+        report.write(plan.folder, record)
+        console.print(f"The report is in {plan.folder / report.REPORT}", soft_wrap=True, highlight=False)
+    PartialState().wait_for_everyone()
+    return record
+
+
+def _train(plan: Plan, console: Console) -> list[tuple[dict[str, Any], list[str]]]:
+    if not plan.jobs:
+        return []
+    _ = plan.tests  # texts that cannot be read fail before hours of training
+    with PartialState().main_process_first():
+        tokenizer = corpora.load_tokenizer(plan.preset.tokenizer, plan.training, plan.request.output / "tokenizers")
+    packed: dict[int, Dataset] = {}
+    trained = []
+    for number, (job, systems) in enumerate(plan.jobs, start=1):
+        state, length = job.state(plan.models), job.config.training_length
+        console.print(f"Model {number} of {len(plan.jobs)}, {job.name}: {_DOES[state]}", highlight=False)
+        if state != "trained" and length not in packed:
+            packed[length] = _pack(plan, tokenizer, length)
+        done = models.ensure(job, plan.models, tokenizer, packed.get(length), plan.preset.tokens_at_once)
+        trained.append((done, systems))
+    return trained
+
+
+_DOES = {"trained": "is there", "begun": "goes on from its checkpoint", "missing": "is trained"}
+
+
+def _pack(plan: Plan, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
+    with PartialState().main_process_first():
+        return pack(plan.training.documents, tokenizer, length)
+
+
+def _measure_all(plan: Plan, console: Console) -> dict[str, dict[str, list[dict[str, Measurement]]]]:
+    """By test set and system, for each seed the measurements by column."""
+    setting = Setting(plan.table, plan.preset, plan.request.device)
+    results: dict[str, dict[str, list[dict[str, Measurement]]]] = {}
+    for texts in plan.tests:
+        for system in plan.table.systems:
+            folders = [plan.models / plan.job(system, seed).name for seed in plan.request.seeds]
+            results.setdefault(texts.name, {})[system.name] = [
+                measure(setting, system, folder, texts, lambda what: console.print(f"Measuring {what}", markup=False))
+                for folder in folders
+            ]
+    return results
+
+
+def _expectations(plan: Plan) -> dict[str, list[dict[str, Measurement]]]:
+    setting = Setting(plan.table, plan.preset, None)
+    return {name: [expectation(setting, config)] for name, config in plan.configs.items()}
+
+
+def _heading(plan: Plan) -> dict[str, Any]:
+    printed = published.load(plan.table.name)
+    lengths = {str(each): plan.table.scaled(each, plan.preset.length) for each in plan.table.lengths}
+    return {
+        "format": 1,
+        "table": plan.table.name,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["lex-hf", *sys.argv[1:]]),
+        "published": asdict(printed),
+        "preset": asdict(plan.preset),
+        "measure": plan.table.measure,
+        "perplexity": is_perplexity(plan.table),
+        "training_length": plan.preset.length,
+        "lengths": lengths,
+        "columns": plan.table.column_names,
+        "by_length": plan.table.columns is None,
+        "reference": plan.table.reference,
+        "systems": {
+            system.name: {"model": dict(system.model), "pattern": system.pattern, "group": system.group}
+            for system in plan.table.systems
+        },
+        "seeds": list(plan.request.seeds) if plan.trains else [],
+        "data": plan.training.summary() if plan.trains else None,
+        "tests": {texts.name: texts.summary() for texts in plan.tests} if plan.trains else {},
+        "versions": models.versions(),
+        "hardware": models.hardware(),
+    }
+
+
+def _result(plan: Plan, name: str, measured: dict[str, list[dict[str, Measurement]]]) -> dict[str, Any]:
+    printed = published.load(plan.table.name)
+    corpus = printed.corpus_for(name)
+    cells = {
+        system: {column: _cell([each[column] for each in seeds], exact=not plan.trains) for column in seeds[0]}
+        for system, seeds in measured.items()
+    }
+    found = marks(plan.table, cells)
+    return {
+        "corpus": corpus,
+        "cells": {
+            system: {
+                column: {
+                    **asdict(cell),
+                    "mean": cell.mean,
+                    "seed_interval": cell.seed_interval(),
+                    "document_interval": cell.document_interval(),
+                    "mark": found.get((system, column), ""),
+                }
+                for column, cell in row.items()
+            }
+            for system, row in cells.items()
+        },
+        "curves": {system: _mean_curves(seeds) for system, seeds in measured.items()},
+        "statements": [asdict(each) for each in statements(plan.table, printed, corpus, cells)],
+    }
+
+
+def _cell(seeds: Sequence[Measurement], *, exact: bool) -> Cell:
+    return Cell(
+        values=[each.value for each in seeds],
+        documents=[each.documents for each in seeds if each.documents],
+        weights=seeds[0].weights,
+        exact=exact,
+    )
+
+
+def _mean_curves(seeds: Sequence[dict[str, Measurement]]) -> dict[str, list[float]]:
+    """By column, the mean over the seeds of what is drawn."""
+    drawn = {column: [each[column].curve for each in seeds] for column, first in seeds[0].items() if first.curve}
+    return {
+        column: [sum(values) / len(values) for values in zip(*curves, strict=True)] for column, curves in drawn.items()
+    }

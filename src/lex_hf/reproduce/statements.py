@@ -1,0 +1,290 @@
+"""Where our numbers agree with a paper and where not, each by a paired two-sided t-test (α = 0.05).
+
+Differences are paired by seed where there are at least two, for what a paper says of systems must hold whatever the
+seed; with a single seed they are paired by document (or segment), and then hold for these trained models alone. The
+differences of perplexities are those of mean losses in nats per token, so that they are ratios of perplexities.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from typing import Any, Literal
+
+import numpy as np
+from scipy import stats
+
+from lex_hf.comparison import CONFIDENCE_LEVEL, SIGNIFICANCE_LEVEL, bootstrap_interval, compare_values
+from lex_hf.reproduce.published import Published
+from lex_hf.reproduce.tables import Link, Place, Relation, Table
+
+Verdict = Literal["agrees", "disagrees", "not significant", "not tested"]
+Pairing = Literal["seeds", "documents", "none", "exact"]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Measurements of one system in one column.
+
+    Attributes:
+        values: One for each seed; of perplexities the mean loss in nats per token.
+        documents: For each seed, the same of each document; empty lists if there are none.
+        weights: Number of scored tokens of each document; empty if all count alike.
+        exact: Whether the value is computed, not measured: nothing is left to test.
+    """
+
+    values: Sequence[float]
+    documents: Sequence[Sequence[float]]
+    weights: Sequence[int] = ()
+    exact: bool = False
+
+    @property
+    def mean(self) -> float:
+        """Mean over the seeds."""
+        return float(np.mean(self.values))
+
+    def seed_interval(self) -> tuple[float, float] | None:
+        """Interval of the t distribution over the seeds; `None` for a single one."""
+        return None if len(self.values) < 2 else _t_interval(self.values)
+
+    def document_interval(self) -> tuple[float, float] | None:
+        """Bootstrap interval over documents of the mean over the seeds; `None` if there are fewer than two."""
+        if not self.documents or len(self.documents[0]) < 2:
+            return None
+        means = self.document_means()
+        weights = np.asarray(self.weights or [1] * len(means), dtype=np.float64)
+        return bootstrap_interval(lambda x, w, axis: (x * w).sum(axis) / w.sum(axis), means, weights)
+
+    def document_means(self) -> Any:
+        """Mean over the seeds of each document, shape `(documents,)`."""
+        return np.asarray(self.documents, dtype=np.float64).mean(axis=0)
+
+
+Cells = Mapping[str, Mapping[str, Cell]]  # by system and column
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Left minus right.
+
+    Attributes:
+        mean: Mean of the paired differences.
+        interval: Its t interval at the level `CONFIDENCE_LEVEL`; `None` if nothing could be paired.
+        p_value: Of the paired two-sided t-test; `None` if nothing could be paired.
+        pairing: What the pairs are.
+        pairs: Their number.
+    """
+
+    mean: float
+    interval: tuple[float, float] | None
+    p_value: float | None
+    pairing: Pairing
+    pairs: int
+
+    @property
+    def significant(self) -> bool:
+        """Whether it is not 0, at the level `SIGNIFICANCE_LEVEL`."""
+        return self.p_value is not None and self.p_value < SIGNIFICANCE_LEVEL
+
+    def shows(self, relation: Relation, bound: float = 0.0) -> Verdict:
+        """Whether it bears out a relation.
+
+        Args:
+            relation: Left is lower, higher, or not farther away than `bound`.
+            bound: Of `≈`.
+        """
+        if relation == "≈":
+            return self._is_within(bound)
+        if self.p_value is None:
+            return "not tested"
+        if not self.significant:
+            return "not significant"
+        return "agrees" if (self.mean < 0) == (relation == "<") else "disagrees"
+
+    def _is_within(self, bound: float) -> Verdict:
+        if self.interval is None:
+            return "not tested"
+        low, high = self.interval
+        if -bound <= low and high <= bound:
+            return "agrees"
+        return "disagrees" if low > bound or high < -bound else "not significant"
+
+
+def difference(left: Cell, right: Cell | float) -> Difference:
+    """Test how two cells, or a cell and a number, differ."""
+    other = right if isinstance(right, Cell) else Cell([right] * len(left.values), _constant(left, right), (), True)
+    if left.exact and other.exact:
+        exact = left.mean - other.mean
+        return Difference(exact, (exact, exact), float(exact == 0), "exact", 1)
+    if len(left.values) > 1 and len(left.values) == len(other.values):
+        return _paired(left.values, other.values, "seeds")
+    return document_difference(left, other) or Difference(left.mean - other.mean, None, None, "none", 0)
+
+
+def document_difference(left: Cell, right: Cell | float) -> Difference | None:
+    """Test how two cells, or a cell and a number, differ over documents, each the mean over the seeds.
+
+    Returns:
+        The difference of the means of all documents, which count alike; `None` if fewer than two are in pairs.
+    """
+    other = right if isinstance(right, Cell) else Cell([right], _constant(left, right), (), True)
+    if left.documents and other.documents and len(left.documents[0]) == len(other.documents[0]) > 1:
+        return _paired(list(left.document_means()), list(other.document_means()), "documents")
+    return None
+
+
+def _constant(like: Cell, number: float) -> list[list[float]]:
+    return [[number] * len(each) for each in like.documents]
+
+
+def _paired(left: Sequence[float], right: Sequence[float], pairing: Pairing) -> Difference:
+    found = compare_values(left, right)
+    interval = _t_interval(np.asarray(left) - np.asarray(right))
+    return Difference(found.difference, interval, found.p_value, pairing, found.n)
+
+
+def _t_interval(values: Any) -> tuple[float, float]:
+    values = np.asarray(values, dtype=np.float64)
+    half = stats.t.ppf((1 + CONFIDENCE_LEVEL) / 2, len(values) - 1) * values.std(ddof=1) / math.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One sentence of a report.
+
+    Attributes:
+        text: What the paper says, or what its numbers say.
+        kind: `"claim"` for what its text says, `"order"` and `"trend"` for its numbers.
+        verdict: Whether ours agree: all parts do, or one of them does not.
+        parts: The comparisons behind it, with numbers.
+    """
+
+    text: str
+    kind: Literal["claim", "order", "trend"]
+    verdict: Verdict
+    parts: list[dict[str, Any]]
+
+
+def statements(table: Table, published: Published, corpus: str | None, cells: Cells) -> list[Statement]:
+    """Compare what was measured with what the paper says and with the numbers it prints.
+
+    Args:
+        table: The table.
+        published: What the paper prints.
+        corpus: The paper's corpus to compare with.
+        cells: What was measured.
+
+    Returns:
+        The claims of the paper's text; the order of the systems in each column; the trend of each system along the
+        columns, if they are lengths.
+    """
+    logarithmic = is_perplexity(table)
+    made = [
+        _statement(claim.text, "claim", [_part(link, cells, logarithmic) for link in claim.links])
+        for claim in table.claims
+    ]
+    printed = {} if corpus is None else published.values[corpus]
+    for text, links in _orders(table, printed):
+        made.append(_statement(text, "order", [_part(link, cells, logarithmic) for link in links]))
+    for text, links in _trends(table, printed) if table.columns is None else ():
+        made.append(_statement(text, "trend", [_part(link, cells, logarithmic) for link in links]))
+    return made
+
+
+def is_perplexity(table: Table) -> bool:
+    """Whether cells hold mean losses, of which the report shows the exponential."""
+    return table.measure in ("chunked", "last_token")
+
+
+def _orders(table: Table, printed: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, list[Link]]]:
+    """For each column, all pairs of systems of a group to which the paper gives different values."""
+    groups = {system.name: system.group for system in table.systems}
+    for column in table.column_names:
+        rows = [name for name in groups if column in printed.get(name, {})]
+        links = [
+            _printed_link((a, column), (b, column), printed[a][column], printed[b][column])
+            for a, b in combinations(rows, 2)
+            if groups[a] == groups[b] and printed[a][column] != printed[b][column]
+        ]
+        if links:
+            yield f"order of the systems at {_column(table, column)}", links
+
+
+def _trends(table: Table, printed: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, list[Link]]]:
+    """For each system, where the printed value rises or falls from one length to the next."""
+    for system in table.systems:
+        row = printed.get(system.name, {})
+        columns = [column for column in table.column_names if column in row]
+        links = [
+            _printed_link((system.name, b), (system.name, a), row[b], row[a])
+            for a, b in pairwise(columns)
+            if row[a] != row[b]
+        ]
+        if links:
+            yield f"rises and falls of {system.name} from length to length", links
+
+
+def _printed_link(left: Place, right: Place, left_value: float, right_value: float) -> Link:
+    return Link(left, "<" if left_value < right_value else ">", right)
+
+
+def _column(table: Table, column: str) -> str:
+    return f"{{{column}}}" if table.columns is None else column
+
+
+def _part(link: Link, cells: Cells, logarithmic: bool) -> dict[str, Any]:
+    left = _cell(cells, link.left)
+    right = _cell(cells, link.right) if isinstance(link.right, tuple) else link.right
+    part: dict[str, Any] = {"left": link.left, "relation": link.relation, "right": link.right}
+    if left is None or right is None:
+        return {**part, "verdict": "not tested", "reason": "there is no measurement"}
+    found, by_document = difference(left, right), document_difference(left, right)
+    bound = _bound(link, right, logarithmic)
+    return {
+        **part,
+        "difference": found.mean,
+        "interval": found.interval,
+        "p_value": found.p_value,
+        "pairing": found.pairing,
+        "pairs": found.pairs,
+        "document_p_value": None if by_document is None else by_document.p_value,
+        "documents": 0 if by_document is None else by_document.pairs,
+        "bound": bound if link.relation == "≈" else None,
+        "verdict": found.shows(link.relation, bound),
+    }
+
+
+def _bound(link: Link, right: Cell | float, logarithmic: bool) -> float:
+    """How far `≈` lets the two be apart."""
+    if logarithmic:
+        return math.log(link.factor)
+    return (link.factor - 1) * abs(right.mean if isinstance(right, Cell) else right)
+
+
+def _cell(cells: Cells, place: Place) -> Cell | None:
+    return cells.get(place[0], {}).get(place[1])
+
+
+def _statement(text: str, kind: Literal["claim", "order", "trend"], parts: list[dict[str, Any]]) -> Statement:
+    verdicts = {part["verdict"] for part in parts}
+    order: tuple[Verdict, ...] = ("disagrees", "not tested", "not significant", "agrees")
+    return Statement(text, kind, next(verdict for verdict in order if verdict in verdicts), parts)
+
+
+def marks(table: Table, cells: Cells) -> dict[tuple[str, str], str]:
+    """Marks as in the Sandwich paper's Table 3: † the reference is significantly better, * significantly worse."""
+    if table.reference is None:
+        return {}
+    better: Relation = "<" if is_perplexity(table) else ">"
+    found = {}
+    for system, row in cells.items():
+        for column, cell in row.items():
+            reference = _cell(cells, (table.reference, column))
+            if system == table.reference or reference is None:
+                continue
+            verdict = difference(reference, cell).shows(better)
+            mark = {"agrees": "†", "disagrees": "*"}.get(verdict)
+            if mark is not None:
+                found[system, column] = mark
+    return found

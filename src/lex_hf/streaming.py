@@ -1,0 +1,169 @@
+"""Packed examples of a corpus that is larger than memory, made while they are asked for; resumable to the example."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import IterableDataset as Documents
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, get_worker_info
+from transformers import PreTrainedTokenizerBase
+
+from lex_hf.data import Packer, tokenize, too_few_tokens
+
+_CHARACTERS_AT_ONCE = 1_000_000  # what is tokenised together: enough to keep all cores busy
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The beginning of a block of examples, with all that is needed to make the block again.
+
+    Attributes:
+        examples: Examples in front of the block.
+        block: Blocks in front of it.
+        source: Where the documents go on; empty means at the first.
+        tokens: What is left of the documents before.
+        starts: Which of those tokens begin a document.
+    """
+
+    examples: int
+    block: int
+    source: dict[str, Any]
+    tokens: list[int]
+    starts: list[bool]
+
+
+class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
+    """Endless examples for a training: the documents are read again and again, and packed as by `lex_hf.data.pack`.
+
+    Examples are shuffled within blocks of `shuffle_buffer`, by the seed and the number of the block. So the place of
+    an example is a few numbers, and a stream goes on from any place without reading what lies before: whoever takes
+    examples says so with `consume`, and `state_dict` tells the place of the first that was not consumed, also if more
+    were read ahead.
+
+    Args:
+        documents: As `lex_hf.data.stream_documents` returns them; they belong to this stream from now on.
+        tokenizer: Any tokenizer with an `eos_token`.
+        length: Tokens per example, at least 2.
+        separate_documents: As for `lex_hf.data.pack`.
+        shuffle_buffer: Examples that are shuffled together, and held in memory; 1 keeps the order of the documents.
+        seed: Seed of the shuffling.
+
+    Raises:
+        ValueError: If a number is too small or the tokenizer has no `eos_token`; when it is read, if all documents
+            together do not fill an example.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        *,
+        separate_documents: bool = False,
+        shuffle_buffer: int = 1000,
+        seed: int = 0,
+    ) -> None:
+        if shuffle_buffer < 1:
+            raise ValueError(f"shuffle_buffer = {shuffle_buffer}: must be at least 1, which keeps the order.")
+        self.documents = documents
+        self.tokenizer = tokenizer
+        self.settings = {
+            "length": length,
+            "separate_documents": separate_documents,
+            "shuffle_buffer": shuffle_buffer,
+            "seed": seed,
+        }
+        self.packer = Packer(tokenizer, length, separate_documents=separate_documents)
+        self.consumed = 0
+        self._marks = deque([_Mark(0, 0, {}, [], [])])
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield examples from the first that was not consumed, without an end."""
+        if get_worker_info() is not None:
+            raise ValueError("A stream is read in the process that trains: set dataloader_num_workers = 0.")
+        mark = self._marks[0]
+        self._marks = deque([mark])
+        self.packer.tokens, self.packer.starts = np.array(mark.tokens, np.int32), np.array(mark.starts, bool)
+        batches, skip = self._batches(mark.source), self.consumed - mark.examples
+        while True:
+            block = self._block(batches, mark.block)
+            count = len(block["input_ids"])
+            for index in range(skip, count):
+                yield {name: torch.from_numpy(rows[index]).long() for name, rows in block.items()}
+            skip = 0
+            mark = self._mark(mark.examples + count, mark.block + 1)
+            self._marks.append(mark)
+
+    def consume(self, count: int) -> None:
+        """Take note that `count` examples more are done with."""
+        self.consumed += count
+        while len(self._marks) > 1 and self._marks[1].examples <= self.consumed:
+            self._marks.popleft()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the first example that was not consumed, as JSON can hold it."""
+        return {"consumed": self.consumed, "mark": vars(self._marks[0]), "settings": self.settings}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a place that `state_dict` told.
+
+        Raises:
+            ValueError: If that stream had other settings: its examples were cut or shuffled otherwise.
+        """
+        changed = [
+            f"{name} = {state['settings'].get(name)!r}, not {value!r}"
+            for name, value in self.settings.items()
+            if state["settings"].get(name) != value
+        ]
+        if changed:
+            raise ValueError(f"The stream to go on with had {'; '.join(changed)}.")
+        self.consumed = state["consumed"]
+        self._marks = deque([_Mark(**state["mark"])])
+
+    def _mark(self, examples: int, block: int) -> _Mark:
+        source = self.documents.state_dict() or {}
+        return _Mark(examples, block, source, self.packer.tokens.tolist(), self.packer.starts.tolist())
+
+    def _block(self, batches: Iterator[list[list[int]]], number: int) -> dict[str, NDArray[np.int32]]:
+        """Make the next examples, at least `shuffle_buffer` of them, in the order of training."""
+        size = self.settings["shuffle_buffer"]
+        parts: list[dict[str, NDArray[np.int32]]] = []
+        while sum(len(part["input_ids"]) for part in parts) < size:
+            parts.append(self.packer({"input_ids": next(batches)}))
+        block = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        if size == 1:
+            return block
+        order = np.random.default_rng([self.settings["seed"], number]).permutation(len(block["input_ids"]))
+        return {name: rows[order] for name, rows in block.items()}
+
+    def _batches(self, source: dict[str, Any]) -> Iterator[list[list[int]]]:
+        """Yield tokenised documents, some at a time, from a place on and then from the first on, for ever."""
+        is_whole = not source
+        while True:
+            self.documents.load_state_dict(source)
+            documents = tokens = 0
+            for texts in _batched(document["text"] for document in self.documents):
+                batch = tokenize(texts, self.tokenizer)
+                documents, tokens = documents + len(batch), tokens + sum(len(ids) + 1 for ids in batch)
+                yield batch
+            if is_whole and tokens < self.packer.length:
+                raise too_few_tokens(self.packer.length, documents, tokens)
+            source, is_whole = {}, True
+
+
+def _batched(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Put texts together until they have enough characters; no text is read before it is needed."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
