@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -498,6 +498,13 @@ class TestTwoProcesses:
 
 
 class TestSignals:
+    @pytest.fixture(autouse=True)
+    def python_answers_to_ctrl_c(self) -> Iterator[None]:
+        """Shells start what runs in the background with SIGINT ignored, and Python leaves it so."""
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        yield
+        signal.signal(signal.SIGINT, before)
+
     def test_sigterm_from_another_process(self, tmp_path: Path) -> None:
         script = (
             "from pathlib import Path\n"
