@@ -29,10 +29,11 @@ lint: $(VENV)/.installed-dev
 test: lint ## lint, types, and the whole test suite; no network
 	$(BIN)/python -m pytest
 
+# One thread: on cores that are shared, the threads of such small models mostly wait for each other.
 hf-tests: $(VENV)/.installed-dev ## transformers' own shared tests over the LEX classes; downloads them; about 20 minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt parameterized torchao
 	tests=$$($(BIN)/python tests/hf/fetch.py build/hf-tests) && \
-	PYTHONPATH=$$tests $(BIN)/python -m pytest -o addopts= -W ignore -q -rs tests/hf/suite_lex.py
+	PYTHONPATH=$$tests OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts= -W ignore -q -rs tests/hf/suite_lex.py
 
 client-tests: $(VENV)/.installed-dev ## PEFT, TRL, torchao, an HTTP server: installs them
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,clients,serving]'
