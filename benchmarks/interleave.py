@@ -14,7 +14,7 @@ class Job:
 
     Attributes:
         call: What is called, without arguments.
-        turns: Number of rounds it takes part in, spread evenly over all; `None` means every one.
+        turns: Number of rounds it takes part in, the first among them, spread evenly over all; `None` means every one.
         calls: Timed calls in each of its rounds.
         seconds: Their times, in order.
     """
@@ -27,7 +27,7 @@ class Job:
     def takes_part(self, number: int, rounds: int) -> bool:
         """Tell whether it has a turn in round `number`, counted from 0, of `rounds`."""
         turns = rounds if self.turns is None else min(self.turns, rounds)
-        return (number + 1) * turns // rounds > number * turns // rounds
+        return number * turns % rounds < turns
 
 
 def interleave(jobs: Sequence[Job], rounds: int, device: str, budget: float = float("inf")) -> None:

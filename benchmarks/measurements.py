@@ -18,6 +18,7 @@ from systems import (
     SYSTEMS,
     WITHOUT_POSITIONS,
     cache_bytes,
+    extrapolated,
     free_memory,
     linear_weights,
     new_cache,
@@ -104,7 +105,8 @@ def prefill(settings: Settings, models: dict[str, Any], console: Console) -> lis
             if reason:
                 samples.append(Sample("prefill", name, length, length, [], reason))
                 continue
-            jobs[name] = Job(partial(_read, model, inputs))
+            is_slow = bool(known[name]) and extrapolated(known[name], length) > settings.call_limit and name not in OWN
+            jobs[name] = Job(partial(_read, model, inputs), turns=1 if is_slow else None)
             if length == settings.lengths[0]:
                 jobs[name].call()
         console.print(f"prefill: {length} tokens, {', '.join(jobs)}")

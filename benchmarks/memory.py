@@ -1,6 +1,7 @@
 """Peak memory of one task in a process of its own, where nothing that went before it counts."""
 
 import json
+import os
 import random
 import resource
 import string
@@ -24,6 +25,10 @@ from transformers import AutoModelForCausalLM
 from lex_hf.perplexity import compute_perplexity
 from lex_hf.tokenization import byte_tokenizer
 
+# glibc then gives every large block back when it is freed. What would stay in its heap differs by a twentieth from one
+# run to the next of the same task.
+_EXACT = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
+
 
 def in_a_process(settings: Settings, task: str, system: str, lengths: Sequence[int]) -> list[Peak]:
     """Do a task in a new process and return its memory at each length.
@@ -39,7 +44,11 @@ def in_a_process(settings: Settings, task: str, system: str, lengths: Sequence[i
     """
     order = {"settings": asdict(settings), "task": task, "system": system, "lengths": list(lengths)}
     finished = subprocess.run(
-        [sys.executable, str(Path(__file__)), json.dumps(order)], capture_output=True, text=True, check=False
+        [sys.executable, str(Path(__file__)), json.dumps(order)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | _EXACT,
     )
     if finished.returncode:
         raise RuntimeError(f"Measuring the memory of {task} with {system} failed:\n{finished.stderr[-2000:]}")

@@ -26,7 +26,7 @@ class Settings:
         repeats: Most calls of each system at each length of the prefill.
         budget: Seconds after which no further round of calls at one length is begun.
         call_limit: A peer is left out where one call would take more seconds than this.
-        window_call_limit: The same for the peer whose window is that of LEX.
+        window_call_limit: The same for the peer whose window is that of LEX; past `call_limit` it is called only once.
         decode_tokens: Tokens that every peer decodes at each context; LEX decodes a whole block.
         warm_up: Tokens that are decoded before the clock runs.
         burst: Tokens that a system decodes before the next one has its turn.
@@ -47,9 +47,9 @@ class Settings:
     contexts: tuple[int, ...] = (1024, 4096, 8192, 65536)
     streaming: tuple[int, ...] = (8192, 65536)
     repeats: int = 3
-    budget: float = 80.0
+    budget: float = 120.0
     call_limit: float = 20.0
-    window_call_limit: float = 60.0
+    window_call_limit: float = 120.0
     decode_tokens: int = 64
     warm_up: int = 2
     burst: int = 8

@@ -24,6 +24,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .cache_lex import LexCache
 from .configuration_lex import LexConfig
 from .folding_lex import AttentionPlan, Fold, Rows, UniformPlan
+from .linear_lex import LexLinear
 from .loss_lex import chunked_causal_loss
 from .positions_lex import SCHEMES, PositionScheme
 from .static_cache_lex import LexStaticCache, static_plan, usable_cache
@@ -70,8 +71,8 @@ class LexMLP(nn.Module):
 
     def __init__(self, config: LexConfig) -> None:
         super().__init__()
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size)
+        self.up_proj = LexLinear(config.hidden_size, config.intermediate_size)
+        self.down_proj = LexLinear(config.intermediate_size, config.hidden_size)
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -90,10 +91,10 @@ class LexAttention(nn.Module):
         self.scaling = self.head_dim**-0.5
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size)
-        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size)
-        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size)
+        self.q_proj = LexLinear(config.hidden_size, config.hidden_size)
+        self.k_proj = LexLinear(config.hidden_size, config.hidden_size)
+        self.v_proj = LexLinear(config.hidden_size, config.hidden_size)
+        self.o_proj = LexLinear(config.hidden_size, config.hidden_size)
 
     def forward(
         self,
@@ -185,9 +186,9 @@ class LexDecoderLayer(GradientCheckpointingLayer):
         if masks and isinstance(plan, UniformPlan):
             plan = replace(plan, masks=masks)
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), plan, **kwargs)
-        hidden_states = hidden_states + self.dropout(attended)
+        hidden_states = hidden_states + (self.dropout(attended) if self.training else attended)
         transformed = self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states + self.dropout(transformed)
+        return hidden_states + (self.dropout(transformed) if self.training else transformed)
 
 
 class LexPreTrainedModel(PreTrainedModel):
@@ -343,8 +344,8 @@ class LexModel(LexPreTrainedModel):
 
     def _own_layers(self) -> list[int]:
         """Indices of the layers that are here: in pipeline parallelism, others stand in for those elsewhere."""
-        layers = self.layers[: self.config.num_hidden_layers]
-        return [index for index, layer in enumerate(layers) if not isinstance(layer, nn.Identity)]
+        layers = zip(range(self.config.num_hidden_layers), self.layers, strict=False)
+        return [index for index, layer in layers if not isinstance(layer, nn.Identity)]
 
     def _plans(self, rows: Rows, cache: Cache | None, like: torch.Tensor, own: list[int]) -> dict[str, AttentionPlan]:
         """Plan this forward pass, once for each attention pattern in use."""
@@ -420,7 +421,7 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
     def __init__(self, config: LexConfig) -> None:
         super().__init__(config)
         self.model = LexModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = LexLinear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
     @can_return_tuple

@@ -437,8 +437,9 @@ def _score_batch(
 def _score_stream(
     model: PreTrainedModel, tokens: Tensor, document: int, windows: Sequence[Window]
 ) -> Iterator[Scores]:
-    cache = None
-    for window in windows:
+    # Losses are kept in one place: between the states of the chunks they would leave gaps that no state fits into.
+    rows, cache = torch.empty(sum(window.scored for window in windows)).split([each.scored for each in windows]), None
+    for window, losses in zip(windows, rows, strict=True):
         row = tokens[window.start : window.stop + 1]
         output = _forward(model, row[None, :-1], window.scored, past_key_values=cache, use_cache=True)
         cache = getattr(output, "past_key_values", None)
@@ -447,7 +448,7 @@ def _score_stream(
                 f"protocol = 'streaming': {type(model).__name__} returns no past_key_values, so it cannot read a "
                 "text in chunks. Use protocol='chunked'."
             )
-        losses = _token_losses(output.logits[0, -window.scored :], row[-window.scored :])
+        losses.copy_(_token_losses(output.logits[0, -window.scored :], row[-window.scored :]))
         yield Scores(document, window.target, window.context, losses)
 
 
