@@ -29,6 +29,7 @@ ABOUT = {
     "hardware": "a test machine",
     "command": "lex-hf train ...",
     "prompts": ["line 1"],
+    "datasets": ["someone/lines"],
 }
 
 
@@ -71,6 +72,7 @@ def test_the_command_measures_and_renders(folder: Path) -> None:
     data = ModelCard.load(folder / "README.md").data
     assert data.library_name == "transformers"
     assert data.license == "apache-2.0"
+    assert data.datasets == ["someone/lines"]
     assert {result.metric_name for result in data.eval_results} == {
         "Perplexity at 64 tokens",
         "Perplexity at 256 tokens",

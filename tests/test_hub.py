@@ -259,7 +259,7 @@ def test_a_dry_run_tells_that_the_card_is_missing_after_the_list(folder: Path) -
     result = CliRunner().invoke(app, ["push", str(folder), REPO, "--dry-run"])
     assert result.exit_code == 1
     assert "model.safetensors" in result.stdout
-    assert "has no model card: write a README.md" in " ".join(result.stderr.split())
+    assert "has no model card: `lex-hf card` makes one" in " ".join(result.stderr.split())
 
 
 def test_what_stays_and_why(folder: Path) -> None:
@@ -355,7 +355,7 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (cut_weights, "model.safetensors is damaged .*: save the model again"),
     (without_a_shard, "index.json names model-00002-of-.*safetensors, which is no safetensors file in the folder"),
     (with_a_foreign_shard, "index.json names secret.safetensors, which is no safetensors file in the folder"),
-    (lambda folder: (folder / "README.md").unlink(), "has no model card: write a README.md; begin it with"),
+    (lambda folder: (folder / "README.md").unlink(), "or write a README.md yourself; begin it with"),
     (lambda folder: write(folder / "README.md", b"# Tiny"), "README.md has no front matter: begin it with"),
     (lambda folder: write(folder / "README.md", b"---\na: [\n---\n"), "front matter of .*README.md cannot be read"),
     (lambda folder: write(folder / "README.md", b"---\n- a\n---\n"), "front matter of .*README.md cannot be read"),

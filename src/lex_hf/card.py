@@ -44,6 +44,7 @@ class About:
         hardware: What it was trained on.
         command: The command that trained it.
         prompts: Prompts that the card shows continuations of.
+        datasets: Names of the training data, as the Hub or their makers write them.
     """
 
     name: str
@@ -57,6 +58,7 @@ class About:
     hardware: str
     command: str
     prompts: list[str] = field(default_factory=list)
+    datasets: list[str] = field(default_factory=list)
 
     @classmethod
     def read(cls, path: str | Path) -> "About":
@@ -67,10 +69,12 @@ class About:
         """
         given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         known = {each.name for each in fields(cls)}
-        needed = known - {"prompts"}
+        needed = known - {"prompts", "datasets"}
         if not isinstance(given, dict) or not needed <= set(given) <= known:
             found = sorted(given) if isinstance(given, dict) else type(given).__name__
-            raise ValueError(f"{path} must have the fields {sorted(needed)}, and may have prompts; it has {found}.")
+            raise ValueError(
+                f"{path} must have the fields {sorted(needed)}, and may have datasets and prompts; it has {found}."
+            )
         return cls(**given)
 
 
@@ -188,6 +192,7 @@ def _card_data(record: Mapping[str, Any]) -> ModelCardData:
     return ModelCardData(
         model_name=about["name"],
         language=about["language"],
+        datasets=about["datasets"] or None,
         license=about["license"],
         library_name="transformers",
         pipeline_tag="text-generation",

@@ -37,7 +37,7 @@ _SENT = {
         "chat_template.jinja",
         "additional_chat_templates/*.jinja",
     ),
-    "card": (CARD_NAME, "record.json", "LICENSE*", "NOTICE*", "CITATION.cff"),
+    "card": (CARD_NAME, "record.json", "recipe.yaml", "LICENSE*", "NOTICE*", "CITATION.cff"),
 }
 _PICTURES = {".png", ".jpg", ".jpeg", ".gif", ".svg", ".webp"}
 
@@ -190,7 +190,9 @@ def check_push(folder: str | Path, repo_id: str, *, revision: str | None = None,
     card = Path(folder, CARD_NAME)
     example = "begin it with, for example, three lines '---', 'license: apache-2.0', '---', and describe the model"
     if not card.is_file():
-        raise ValueError(f"{folder} has no model card: write a {CARD_NAME}; {example}.")
+        raise ValueError(
+            f"{folder} has no model card: `lex-hf card` makes one, or write a {CARD_NAME} yourself; {example}."
+        )
     try:
         front_matter = metadata_load(card)
     except (ValueError, YAMLError) as error:
