@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint hf-tests client-tests benchmark notebooks clean
+.PHONY: demo test docs-test lint hf-tests client-tests benchmark notebooks clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -28,6 +28,12 @@ lint: $(VENV)/.installed-dev
 
 test: lint ## lint, types, and the whole test suite; no network
 	$(BIN)/python -m pytest
+
+docs-test: $(VENV)/.installed-dev ## run README's code and all notebooks, in build/notebooks; ten minutes
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,notebooks]'
+	$(BIN)/python -m pytest tests/test_readme.py tests/test_notebooks.py tests/test_zoo.py
+	mkdir -p build && rm -rf build/notebooks && cp -R notebooks build/notebooks && rm -rf build/model_cards && cp -R model_cards build/
+	$(BIN)/jupyter nbconvert --to notebook --execute --inplace build/notebooks/*.ipynb
 
 # One thread: on cores that are shared, the threads of such small models mostly wait for each other.
 hf-tests: $(VENV)/.installed-dev ## transformers' own shared tests over the LEX classes; downloads them; about 20 minutes

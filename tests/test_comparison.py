@@ -106,6 +106,16 @@ def test_equal_differences(shift: float, p_value: float, verdict: str) -> None:
     assert found.confidence_interval == (shift, shift)
 
 
+def test_differences_that_are_equal_up_to_rounding() -> None:
+    losses = [0.1, 0.2, 0.3, 0.7]
+    shifted = [loss + 0.1 for loss in losses]
+    assert len({b - a for a, b in zip(losses, shifted, strict=True)}) > 1
+    assert compare(result_of(shifted), result_of(losses)).p_value == 0.0
+    noisy = [0.1, 0.2, 0.1 + 0.2, 0.7]
+    assert noisy != losses
+    assert compare(result_of(noisy), result_of(losses)).p_value == 1.0
+
+
 def test_infinite_ratio() -> None:
     assert compare(result_of([800.0, 801.0]), result_of([1.0, 3.0])).perplexity_ratio == math.inf
 

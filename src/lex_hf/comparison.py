@@ -123,8 +123,9 @@ def _compare(a: Sequence[float], b: Sequence[float], *, ratio: float | None) -> 
 
 def _p_value(a: Any, b: Any) -> float:
     differences = a - b
-    if np.ptp(differences) == 0:  # the t statistic would be divided by zero
-        return float(differences[0] == 0)
+    rounding = 1e-14 * max(np.abs(a).max(), np.abs(b).max())
+    if np.ptp(differences) <= rounding:  # the t statistic would be divided by zero, or by noise
+        return float(np.abs(differences).max() <= rounding)
     return float(stats.ttest_rel(a, b).pvalue)
 
 
