@@ -324,7 +324,9 @@ class UniformPlan(Movable):
         if self.blocks or self.tail:
             assert self.block is not None
             parts += self._attend_blocks(function, query[:, :, self.head :], key, value, self.block)
-        output = parts[0][0] if len(parts) == 1 else torch.cat([part[0] for part in parts], dim=2)
+        output = parts[0][0]
+        if len(parts) > 1:  # side by side as attention functions leave them, which the output projection takes uncopied
+            output = torch.cat([part[0].transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
         return output, self._dense_weights([part[1] for part in parts], key.shape[2]) if dense else None
 
     def _attend_blocks(
