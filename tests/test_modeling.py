@@ -11,7 +11,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from lex_hf import LexCache, LexForCausalLM
+from lex_hf import LexCache, LexForCausalLM, modeling_lex
 
 PATTERNS = (
     {"attention_pattern": "blockwise"},
@@ -334,3 +334,19 @@ def test_the_chunked_loss_is_the_loss_and_has_its_gradients(extra: dict[str, Any
         torch.testing.assert_close(results[1][1][name].grad, parameter.grad, atol=1e-4, rtol=0)
     with torch.no_grad():
         assert model.eval()(ids, labels=labels).logits.shape == (3, 40, 97)
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 41), (2, 24), (3, 5)])
+def test_many_tokens_take_the_feed_forward_layer_in_parts(
+    monkeypatch: pytest.MonkeyPatch, rows: int, length: int
+) -> None:
+    monkeypatch.setattr(modeling_lex, "_MLP_TOKENS", 8)
+    layer = tiny_model().model.layers[0].mlp
+    sizes: list[int] = []
+    layer.up_proj.register_forward_hook(lambda module, inputs, output: sizes.append(inputs[0].shape[-2]))
+    states = torch.randn(rows, length, 30).transpose(0, 1).contiguous().transpose(0, 1)
+    whole = layer(states)  # gradients are wanted: in one piece
+    with torch.no_grad():
+        parts = layer(states)
+    assert sizes == [length, *[8] * (rows * length // 8), *([rows * length % 8] if rows * length % 8 else [])]
+    torch.testing.assert_close(parts, whole)

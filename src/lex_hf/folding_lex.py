@@ -325,7 +325,7 @@ class UniformPlan(Movable):
             assert self.block is not None
             parts += self._attend_blocks(function, query[:, :, self.head :], key, value, self.block)
         output = parts[0][0]
-        if len(parts) > 1:  # side by side as attention functions leave them, which the output projection takes uncopied
+        if len(parts) > 1:  # joined as attention functions leave them, so that the output projection need not copy
             output = torch.cat([part[0].transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
         return output, self._dense_weights([part[1] for part in parts], key.shape[2]) if dense else None
 

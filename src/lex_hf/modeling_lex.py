@@ -31,6 +31,8 @@ from .static_cache_lex import LexStaticCache, static_plan, usable_cache
 
 logger = logging.get_logger(__name__)
 
+_MLP_TOKENS = 1024  # that a feed-forward layer takes at once, where it takes them in parts
+
 
 def eager_attention_forward(
     module: nn.Module,
@@ -77,7 +79,20 @@ class LexMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `(batch, sequence, hidden_size)` to the same shape."""
-        return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+        if not _is_read_in_parts(hidden_states):
+            return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
+        # The widest states of all: of a long text they would be new memory in every layer, which takes time to map.
+        output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+        parts, places = (states.flatten(0, 1).split(_MLP_TOKENS) for states in (hidden_states, output))
+        for part, place in zip(parts, places, strict=True):
+            place.copy_(self.down_proj(self.act_fn(self.up_proj(part))))
+        return output
+
+
+def _is_read_in_parts(states: torch.Tensor) -> bool:
+    """Whether the feed-forward layer takes its tokens in parts: many, on a CPU, and without gradients."""
+    many = states.shape[0] * states.shape[1] > _MLP_TOKENS
+    return many and states.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
 class LexAttention(nn.Module):
