@@ -124,6 +124,9 @@ def targets(record: Record) -> list[Target]:
     def prefill(system: str, length: int) -> float | None:
         return per_token(record, "prefill", system, length)
 
+    def in_chunks(length: int) -> float | None:
+        return per_token(record, "chunked", "lex", length)
+
     def decode(system: str, context: int) -> float | None:
         return per_token(record, "decode", system, context)
 
@@ -148,7 +151,10 @@ def targets(record: Record) -> list[Target]:
             2.5,
             at_least=True,
         ),
-        Target("prefill, a token at 64k against 4k", ratio(prefill("lex", 65536), prefill("lex", 4096)), 1.1),
+        Target(
+            "prefill in one pass, a token at 64k against 4k", ratio(prefill("lex", 65536), prefill("lex", 4096)), 1.1
+        ),
+        Target("prefill in chunks, a token at 64k against 4k", ratio(in_chunks(65536), in_chunks(4096)), 1.1),
         Target("decode, a token at 8k of context against 1k", ratio(decode("lex", 8192), decode("lex", 1024)), 1.05),
         Target(
             "decode at 1k against the fastest of GPT-NeoX, Llama and Mistral",

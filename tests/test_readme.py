@@ -7,10 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from lex_hf.extrapolation import Extrapolation
+from lex_hf.reproduce import report
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -34,13 +36,45 @@ def comparison() -> Extrapolation:
     return Extrapolation(record["steps"], record["seeds"], curves)
 
 
+def zoo_table() -> str:
+    """Perplexity of the checkpoint, from the record of its card."""
+    record = json.loads((ROOT / "model_cards/lex-books-3m/record.json").read_text())
+    lengths = list(record["evaluation"]["books"])
+    rows = [["texts", *lengths], ["---", *["---:"] * len(lengths)]]
+    for name, curve in record["evaluation"].items():
+        rows.append([name, *(f"{curve[length]['perplexity']:.2f}" for length in lengths)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def reproduced_table() -> str:
+    """The first table of the report on the LEX paper's Table 2."""
+    folder = ROOT / "notebooks/reproduction/books/lex-table2"
+    return next(block for block in (folder / "report.md").read_text().split("\n\n") if block.startswith("| system"))
+
+
+def record_of(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "record.json").read_text(encoding="utf-8"))
+
+
 @pytest.mark.parametrize(
     ("record", "table"),
-    [("results.json", demo_table), ("extrapolation.json", lambda: comparison().markdown())],
+    [
+        ("model_cards/lex-books-3m/record.json", zoo_table),
+        ("notebooks/reproduction/books/lex-table2/record.json", reproduced_table),
+        ("notebooks/demo/results.json", demo_table),
+        ("notebooks/demo/extrapolation.json", lambda: comparison().markdown()),
+    ],
 )
 def test_the_tables_are_those_on_record(record: str, table: Callable[[], str]) -> None:
-    begin, end = f"<!-- table: notebooks/demo/{record} -->\n", "<!-- end of table -->"
+    begin, end = f"<!-- table: {record} -->\n", "<!-- end of table -->"
     assert README.split(begin)[1].split(end)[0].strip() == table().strip()
+
+
+@pytest.mark.parametrize("folder", sorted(ROOT.glob("notebooks/reproduction/*/*/")), ids=lambda path: path.name)
+def test_reports_are_those_of_their_records(folder: Path) -> None:
+    assert (folder / "report.md").read_text(encoding="utf-8") == report.render(record_of(folder))
+    for picture in re.findall(r"!\[.*?\]\((.*?)\)", (folder / "report.md").read_text(encoding="utf-8")):
+        assert (folder / picture).is_file()
 
 
 def test_the_schemes_behave_as_published() -> None:

@@ -1,0 +1,246 @@
+"""Configuration of the Length-Extrapolatable (LEX) Transformer.
+
+Vocabulary used throughout the package, with the symbols of the paper (arXiv 2212.10554):
+
+* *training length* ``l``: the number of tokens a training example holds.
+* *block*: ``h = block_length`` consecutive tokens of one sequence, ``l / 2`` by default; blocks are counted from the
+  first real token of the sequence, never from padding.
+* *pair of blocks*: a block and the one before it, ``2h`` *slots*. Every query and key that ever meet share a pair.
+"""
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+ATTENTION_PATTERNS = ("blockwise", "sliding", "full")
+
+
+@strict
+class LexConfig(PreTrainedConfig):
+    """Configuration of a [`LexModel`]; the defaults are GPT-medium with xPos (LEX paper, Table 7).
+
+    Args:
+        vocab_size: Number of token ids; the default is GPT-2's vocabulary.
+        hidden_size: Width of the residual stream.
+        num_hidden_layers: Number of decoder layers.
+        num_attention_heads: Number of heads; must divide `hidden_size`.
+        intermediate_size: Width of the feed-forward layer.
+        hidden_act: Activation of the feed-forward layer, a name transformers knows; `"gelu"` is the exact (erf) one.
+        hidden_dropout: Dropout after the embedding, the attention and the feed-forward layer, in `[0, 1)`.
+        attention_dropout: Dropout on attention weights, in `[0, 1)`.
+        layer_norm_eps: Epsilon of every LayerNorm.
+        initializer_range: Standard deviation of the normal initialisation of all matrices.
+        tie_word_embeddings: Whether the LM head shares the token embedding.
+        use_cache: Whether a forward pass returns a cache by default.
+        chunked_loss: Whether training computes the loss a piece of the tokens at a time, and returns no logits. It
+            saves the memory of `tokens × vocab_size` numbers, twice; what needs logits in training, must not use it.
+        bos_token_id: Id of the first token of a text.
+        eos_token_id: Id, or ids, of the token that ends a text.
+        pad_token_id: Id used to fill batches.
+        training_length: `l`, the length of the training examples in tokens; even. It limits nothing at inference.
+        max_position_embeddings: What other tools read as the hard limit on the length of a text. LEX has none, so it
+            is large; `l` is `training_length`.
+        attention_pattern: Which keys a query sees: `"blockwise"` (its own block and the one before, the paper's
+            blockwise causal attention), `"sliding"` (the last `sliding_window` tokens) or `"full"` (all before it).
+            A list gives one pattern per layer. It holds no weights, so it can be chosen when a model is loaded.
+        block_length: `h`, the length of a block; `None` means `training_length // 2`.
+        sliding_window: Width of the sliding window in tokens, the query's own included; `None` means
+            `training_length`.
+        position_embedding_type: `"xpos"`, `"rope"` (xPos with ζ = 1), `"alibi"`, `"t5"`, `"kerple"`, `"sandwich"`,
+            `"smoothed_sandwich"`, `"sinusoidal"`, `"learned"` (a table of `training_length` positions; longer texts
+            are an error) or `"none"`. Their classes, in `positions_lex.py`, give formulas and sources.
+        rope_theta: Base of the rotation frequencies θ_i = rope_theta^(-2i/d).
+        xpos_gamma: γ of ζ_i = (2i/d + γ)/(1 + γ).
+        xpos_scale_base: B; a distance of B tokens scales pair i by ζ_i (512 in the paper, `training_length / 2`).
+        xpos_rotation: Whether xPos rotates; `False` is the paper's ablation θ = 0.
+        xpos_scale: `"vector"` (one ζ_i per pair), `"scalar"` (the ablation ζ = γ/(1 + γ) for all) or `"none"` (ζ = 1).
+        alibi_slopes: `"official"` (the rule of ALiBi's code for any number of heads) or `"geometric"` (2^(-8n/H)).
+        alibi_slope_shift: Δ, added to the exponents of all slopes: 2^-(h + Δ).
+        alibi_shared_slope: h, if all heads shall have the slope 2^-h; `None` for a slope of each.
+        t5_num_buckets: Number of buckets of distances; even.
+        t5_max_distance: Distance from which on all share the last bucket.
+        t5_scaled: Whether T5's table is multiplied by √head_dim, as in KERPLE's code.
+        kerple_variant: `"log"` or `"power"`.
+        sandwich_dim: d̄, twice the number of cosines; even.
+        sandwich_first_index: First index of the sum of cosines, 1 (as printed) or 0.
+        smoothed_sandwich_fit: `"printed"` (the paper's curve) or `"points"` (fitted to 50 distances).
+
+    Raises:
+        huggingface_hub.errors.StrictDataclassError: If a field has the wrong type, or an impossible value; the
+            message names the field, the value and the rule.
+
+    Example:
+        >>> from lex_hf import LexConfig
+        >>> LexConfig().attention_span("blockwise")  # block length of the default pattern
+        512
+    """
+
+    model_type = "lex"
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers declares it so
+    base_model_tp_plan = {  # noqa: RUF012
+        "layers.*.self_attn.q_proj": "colwise",
+        "layers.*.self_attn.k_proj": "colwise",
+        "layers.*.self_attn.v_proj": "colwise",
+        "layers.*.self_attn.o_proj": "rowwise",
+        "layers.*.mlp.up_proj": "colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+    }
+
+    vocab_size: int = 50257
+    hidden_size: int = 1024
+    num_hidden_layers: int = 24
+    num_attention_heads: int = 16
+    intermediate_size: int = 4096
+    hidden_act: str = "gelu"
+    hidden_dropout: float | int = 0.0
+    attention_dropout: float | int = 0.0
+    layer_norm_eps: float = 1e-5
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+    chunked_loss: bool = False
+    bos_token_id: int | None = 50256
+    eos_token_id: int | list[int] | None = 50256
+    pad_token_id: int | None = None
+
+    training_length: int = 1024
+    max_position_embeddings: int = 2**20
+    attention_pattern: str | list[str] = "blockwise"
+    block_length: int | None = None
+    sliding_window: int | None = None
+
+    position_embedding_type: str = "xpos"
+    rope_theta: float | int = 10000.0
+    xpos_gamma: float | int = 0.4
+    xpos_scale_base: float | int = 512
+    xpos_rotation: bool = True
+    xpos_scale: str = "vector"
+    alibi_slopes: str = "official"
+    alibi_slope_shift: float | int = 0
+    alibi_shared_slope: float | int | None = None
+    t5_num_buckets: int = 32
+    t5_max_distance: int = 128
+    t5_scaled: bool = False
+    kerple_variant: str = "log"
+    sandwich_dim: int = 128
+    sandwich_first_index: int = 1
+    smoothed_sandwich_fit: str = "printed"
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        # A misspelt option must not be lost in silence; what transformers itself stores in config.json is known.
+        unknown = sorted(key for key in kwargs if not key.startswith("_") and key not in _FOREIGN_FIELDS)
+        if unknown:
+            logger.warning("LexConfig does not know %s: kept in the config, without effect.", ", ".join(unknown))
+        super().__post_init__(**kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """Build the config; fields overridden by `kwargs` are validated like all others."""
+        result = super().from_dict(config_dict, **kwargs)
+        config = result[0] if isinstance(result, tuple) else result
+        config.validate()
+        return result
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def layer_patterns(self) -> list[str]:
+        """The attention pattern of every layer."""
+        if isinstance(self.attention_pattern, str):
+            return [self.attention_pattern] * self.num_hidden_layers
+        return self.attention_pattern[: self.num_hidden_layers]
+
+    def attention_span(self, pattern: str) -> int | None:
+        """Number of tokens in a block of `pattern`: a query meets keys of its own and the previous block only.
+
+        Returns:
+            `block_length` for blockwise attention, the window for sliding attention (a window of w tokens never
+            reaches past the previous block of w), `None` for full attention, which has no blocks.
+        """
+        if pattern == "blockwise":
+            return self.block_length or self.training_length // 2
+        if pattern == "sliding":
+            return self.sliding_window or self.training_length
+        return None
+
+    def validate_architecture(self) -> None:
+        """Check sizes and names; part of the validation that `@strict` runs."""
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "intermediate_size",
+        ):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+        require(self.hidden_act in ACT2FN, "hidden_act", self.hidden_act, f"must be one of {sorted(ACT2FN)}")
+        for name in ("hidden_dropout", "attention_dropout"):
+            require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must lie in [0, 1)")
+        require(
+            self.hidden_size % self.num_attention_heads == 0,
+            "hidden_size",
+            self.hidden_size,
+            f"must be a multiple of num_attention_heads = {self.num_attention_heads}",
+        )
+
+    def validate_attention(self) -> None:
+        """Check the attention pattern and the lengths it rests on."""
+        length = self.training_length
+        require(length >= 2 and length % 2 == 0, "training_length", length, "must be even and at least 2")
+        patterns = [self.attention_pattern] if isinstance(self.attention_pattern, str) else self.attention_pattern
+        for pattern in patterns:
+            require(
+                pattern in ATTENTION_PATTERNS,
+                "attention_pattern",
+                pattern,
+                f"must be one of {ATTENTION_PATTERNS}",
+            )
+        if not isinstance(self.attention_pattern, str):
+            require(
+                len(patterns) >= self.num_hidden_layers,
+                "attention_pattern",
+                patterns,
+                f"must name one pattern for each of the {self.num_hidden_layers} layers",
+            )
+        for name in ("block_length", "sliding_window"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, name, value, "must be at least 1, or None for the default")
+
+    def validate_positions(self) -> None:
+        """Check the position scheme and its parameters."""
+        from .positions_lex import SCHEMES  # not at the top: the schemes are made from a config
+
+        name, known = self.position_embedding_type, tuple(SCHEMES)
+        require(name in known, "position_embedding_type", name, f"must be one of {known}")
+        SCHEMES[name].validate(self)
+
+
+# Keys that transformers keeps in config.json beside the declared fields.
+_FOREIGN_FIELDS = frozenset(
+    {
+        "attn_implementation",
+        "auto_map",
+        "experts_implementation",
+        "model_type",
+        "name_or_path",
+        "num_labels",
+        "output_attentions",
+        "quantization_config",
+        "torch_dtype",
+        "transformers_version",
+    }
+)
+
+
+def require(holds: bool, field: str, value: object, rule: str) -> None:
+    """Raise a ValueError that names a field, its value and the rule it breaks, unless the rule holds."""
+    if not holds:
+        raise ValueError(f"{field} = {value!r}: it {rule}.")
