@@ -201,9 +201,10 @@ class LexDecoderLayer(GradientCheckpointingLayer):
         if masks and isinstance(plan, UniformPlan):
             plan = replace(plan, masks=masks)
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), plan, **kwargs)
-        hidden_states = hidden_states + (self.dropout(attended) if self.training else attended)
+        dropping = self.dropout.training  # a call that does nothing takes time, too
+        hidden_states = hidden_states + (self.dropout(attended) if dropping else attended)
         transformed = self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states + (self.dropout(transformed) if self.training else transformed)
+        return hidden_states + (self.dropout(transformed) if dropping else transformed)
 
 
 class LexPreTrainedModel(PreTrainedModel):

@@ -438,8 +438,8 @@ def _score_stream(
     model: PreTrainedModel, tokens: Tensor, document: int, windows: Sequence[Window]
 ) -> Iterator[Scores]:
     # Losses are kept in one place: between the states of the chunks they would leave gaps that no state fits into.
-    rows, cache = torch.empty(sum(window.scored for window in windows)).split([each.scored for each in windows]), None
-    for window, losses in zip(windows, rows, strict=True):
+    sizes, cache = [window.scored for window in windows], None
+    for window, losses in zip(windows, torch.empty(sum(sizes)).split(sizes), strict=True):
         row = tokens[window.start : window.stop + 1]
         output = _forward(model, row[None, :-1], window.scored, past_key_values=cache, use_cache=True)
         cache = getattr(output, "past_key_values", None)
