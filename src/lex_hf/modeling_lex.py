@@ -91,8 +91,9 @@ class LexMLP(nn.Module):
 
 def _is_read_in_parts(states: torch.Tensor) -> bool:
     """Whether the feed-forward layer takes its tokens in parts: many, on a CPU, and without gradients."""
-    many = states.shape[0] * states.shape[1] > _MLP_TOKENS
-    return many and states.device.type == "cpu" and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a compiler must not be asked for sizes
+        return False
+    return states.device.type == "cpu" and states.shape[0] * states.shape[1] > _MLP_TOKENS
 
 
 class LexAttention(nn.Module):
