@@ -21,7 +21,7 @@ class LexLinear(nn.Linear):
         return super().forward(input)
 
     def _suits_onednn(self, states: torch.Tensor) -> bool:
-        if self.in_features * self.out_features < WORTH_IT:
+        if self.in_features * self.out_features < WORTH_IT or torch.compiler.is_compiling():
             return False
         weight = self.weight
         return (
@@ -33,6 +33,5 @@ class LexLinear(nn.Linear):
             and states.numel() > 0
             and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
-            and not torch.compiler.is_compiling()
             and torch.backends.mkldnn.is_available()
         )
