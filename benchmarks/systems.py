@@ -23,6 +23,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lex_hf import LexCache, LexConfig, LexModel
 from lex_hf.cache_lex import fill_of
+from lex_hf.folding_lex import CHUNK
 
 _ENDLESS = 2**20  # no model is to end before the benchmark does
 
@@ -69,15 +70,19 @@ class LinearLayers(nn.Module):
         self.layers, self.norm = model.layers, model.norm
 
     def forward(self, inputs_embeds: Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
-        """Map `(batch, sequence, hidden_size)` to the same shape."""
-        hidden_states = inputs_embeds
+        """Map `(batch, sequence, hidden_size)` to the same shape; on a CPU in chunks, as LEX reads long texts."""
+        chunk = CHUNK if inputs_embeds.device.type == "cpu" else inputs_embeds.shape[1]
+        states = [self._read(part) for part in inputs_embeds.split(chunk, dim=1)]
+        return BaseModelOutputWithPast(last_hidden_state=states[0] if len(states) == 1 else torch.cat(states, dim=1))
+
+    def _read(self, hidden_states: Tensor) -> Tensor:
         for layer in cast("list[Any]", self.layers):
             attention, states = layer.self_attn, layer.input_layernorm(hidden_states)
             attention.q_proj(states)
             attention.k_proj(states)
             hidden_states = hidden_states + attention.o_proj(attention.v_proj(states))
             hidden_states = hidden_states + layer.mlp(layer.post_attention_layernorm(hidden_states))
-        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
+        return cast("Tensor", self.norm(hidden_states))
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ dist.destroy_process_group()
         ({}, 52),
         ({"position_embedding_type": "alibi"}, 21),  # one block for each
         ({"attention_pattern": ["sliding", "blockwise"], "position_embedding_type": "sinusoidal"}, 60),
+        ({}, 3600),  # so long that one process reads it in chunks
     ],
 )
 def test_three_processes_read_what_one_reads(tmp_path: Path, fields: dict[str, Any], tokens: int) -> None:

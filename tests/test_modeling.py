@@ -5,13 +5,14 @@ from typing import Any
 import pytest
 import reference
 import torch
+from accelerate import cpu_offload
 from conftest import TOLERANCE, random_ids, settings_of, tiny_model
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from lex_hf import LexCache, LexForCausalLM, modeling_lex
+from lex_hf import LexCache, LexForCausalLM, LexStaticCache, folding_lex, modeling_lex
 
 PATTERNS = (
     {"attention_pattern": "blockwise"},
@@ -350,3 +351,96 @@ def test_many_tokens_take_the_feed_forward_layer_in_parts(
         parts = layer(states)
     assert sizes == [length, *[8] * (rows * length // 8), *([rows * length % 8] if rows * length % 8 else [])]
     torch.testing.assert_close(parts, whole)
+
+
+@pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (folding_lex, modeling_lex):
+        monkeypatch.setattr(module, "CHUNK", 20)
+
+
+def calls_of(module: torch.nn.Module) -> list[tuple[int, int]]:
+    """Rows and columns of each call of a module from now on."""
+    calls: list[tuple[int, int]] = []
+    module.register_forward_hook(lambda module, inputs, output: calls.append(tuple(inputs[0].shape[:2])))
+    return calls
+
+
+@quick
+@given(
+    st.sampled_from([fields for fields in PATTERNS if fields["attention_pattern"] != "full"]),
+    st.one_of(st.just({}), scheme_fields),
+    implementations,
+    st.integers(1, 3),
+    st.integers(0, 60),
+    st.integers(21, 90),
+)
+def test_long_texts_are_read_in_chunks_with_the_same_result(
+    pattern: dict[str, Any], scheme: dict[str, Any], implementation: str, rows: int, before: int, length: int
+) -> None:
+    fields = {"training_length": 14} | scheme
+    model = tiny_model(**fields | pattern, attn_implementation=implementation, dtype=torch.float64)
+    if scheme.get("position_embedding_type") == "learned":
+        before, length = min(before, 20), min(length, 75)
+    ids, more = random_ids(rows, before + length), random_ids(rows, 3, seed=1)
+    calls = calls_of(model.model.layers[0].mlp)
+
+    def read(chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+            for module in (folding_lex, modeling_lex):
+                patch.setattr(module, "CHUNK", chunk)
+            cache = LexCache(model.config)
+            if before:
+                model(ids[:, :before], past_key_values=cache)
+            calls.clear()
+            logits = model(ids[:, before:], past_key_values=cache).logits
+            following = model(more, past_key_values=cache).logits
+            return logits, following, model(ids, use_cache=False).logits
+
+    whole = read(1000)
+    assert [columns for _, columns in calls] == [length, 3, before + length]
+    chunks = read(20)
+    if length > max(20 // rows, model.config.attention_span(model.config.layer_patterns[0]) or 0):
+        assert calls[0][1] < length
+        assert calls[0][0] == rows
+    for one, other in zip(whole, chunks, strict=True):
+        torch.testing.assert_close(other, one, atol=TOLERANCE[torch.float64], rtol=0)
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_only_what_is_no_gain_or_wants_all_at_once_is_not_read_in_chunks() -> None:
+    model, ids = tiny_model(attn_implementation="eager"), random_ids(2, 40)
+    layer = model.model.layers[0]
+    calls, whole = calls_of(layer.self_attn.q_proj), calls_of(layer)
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+        assert calls == [(2, 7)] * 5 + [(2, 5)]
+        assert [tuple(each.shape) for each in states] == [(2, 40, 30)] * 3
+        assert model(ids, use_cache=False).past_key_values is None
+        assert whole == [(2, 40)] * 2
+        calls.clear()
+        assert model(ids, output_attentions=True).attentions[0].shape == (2, 3, 40, 40)
+        mask = torch.ones_like(ids)
+        mask[0, :3] = 0
+        model(ids, attention_mask=mask)
+        model(ids, position_ids=torch.arange(20).repeat(2)[None])
+        model(ids, past_key_values=LexStaticCache(model.config, 40))
+        ragged = LexCache(model.config)
+        model(ids[:, :6], attention_mask=mask[:, :6], past_key_values=ragged)
+        calls[-1:] = []
+        model(ids, past_key_values=ragged)
+    model(ids)
+    assert calls == [(2, 40)] * 6
+
+
+@pytest.mark.usefixtures("short_chunks")
+def test_weights_that_wait_elsewhere_are_fetched_once_for_each_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(modeling_lex, "_MLP_TOKENS", 8)
+    model, ids = tiny_model(), random_ids(1, 40)
+    with torch.no_grad():
+        expected = model(ids).logits
+        offloaded = cpu_offload(model, execution_device="cpu", offload_buffers=False)
+        layer = offloaded.model.layers[0]
+        calls = [calls_of(module) for module in (layer.self_attn.q_proj, layer.mlp.up_proj)]
+        torch.testing.assert_close(offloaded(ids).logits, expected)
+    assert calls == [[(1, 40)], [(1, 40)]]

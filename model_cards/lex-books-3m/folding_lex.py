@@ -19,9 +19,11 @@ from typing import Any, Protocol
 
 import torch
 
-from .cache_lex import LexCacheLayer, Writer, shifted
+from .cache_lex import LexCacheLayer, Writer, fill_of, shifted
 from .masking_lex import attention_mask, visible
 from .positions_lex import Movable, PositionScheme, Rotation, rotate
+
+CHUNK = 2048  # tokens of a batch that a layer reads at once, where it reads chunk by chunk
 
 # (query, key, value, mask, is_causal) -> (output, weights or None); states are (batch, heads, sequence, head_dim).
 AttentionFunction = Callable[
@@ -220,6 +222,10 @@ class Fold:
             )
         return attention_mask(seen, bias, self.implementation, like.dtype)
 
+    def next_slot(self, fill: int) -> int:
+        """The slot of the token that follows `fill` slots in use: a full pair makes room for the next block first."""
+        return self.block if self.block is not None and fill == 2 * self.block else fill
+
     def plan(self, rows: Rows, fills: list[int], length: int, like: torch.Tensor) -> AttentionPlan:
         """Plan a forward pass.
 
@@ -229,13 +235,25 @@ class Fold:
             length: Number of columns of new tokens.
             like: A tensor whose device and dtype are those of the states.
         """
-        # A full pair makes room for the next block before anything is written.
-        fills = [self.block if self.block and fill == 2 * self.block else fill for fill in fills] or [0]
+        fills = [self.next_slot(fill) for fill in fills] or [0]
         if min(fills) == max(fills):
             return UniformPlan.make(self, rows, fills[0], length, like)
         if length == 1:
             return RaggedStep.make(self, rows, fills, like)
         return RaggedPlan.make(self, rows, fills, length, like)
+
+    def chunked_plan(self, rows: Rows, fills: list[int], length: int, like: torch.Tensor) -> "ChunkedPlan | None":
+        """Plan to read a long text chunk by chunk; arguments as for [`Fold.plan`].
+
+        Returns:
+            `None` where that is no gain: for a text no longer than a chunk, rows that differ or are packed, and full
+            attention.
+        """
+        if self.block is None or rows.real is not None or rows.document is not None or len(set(fills)) > 1:
+            return None
+        # Whole blocks, so that chunks begin where blocks do.
+        chunk = max(CHUNK // len(rows.counts) // self.block, 1) * self.block
+        return None if length <= chunk else ChunkedPlan.make(self, rows, (*fills, 0)[0], chunk, length, like)
 
 
 @dataclass(frozen=True)
@@ -368,6 +386,32 @@ class UniformPlan(Movable):
             dense[:, :, query : query + part.shape[2], key : key + part.shape[3]] = part
             query += part.shape[2]
         return dense
+
+
+@dataclass(frozen=True)
+class ChunkedPlan:
+    """A layer reads a long text chunk by chunk: each goes on after what the layer's cache holds of those before it.
+
+    Attributes:
+        chunk: Number of columns in each chunk; the last may have fewer.
+        plans: The plan of each chunk; chunks that begin and end at the same slots share theirs.
+    """
+
+    chunk: int
+    plans: tuple[UniformPlan, ...]
+
+    @classmethod
+    def make(cls, fold: Fold, rows: Rows, fill: int, chunk: int, length: int, like: torch.Tensor) -> "ChunkedPlan":
+        """Divide `length` new tokens of each row, which go on after slot `fill`, into chunks."""
+        plans: list[UniformPlan] = []
+        made: dict[tuple[int, int], UniformPlan] = {}
+        for start in range(0, length, chunk):
+            fill, size = fold.next_slot(fill), min(chunk, length - start)
+            if (fill, size) not in made:
+                made[fill, size] = UniformPlan.make(fold, Rows([size] * len(rows.counts)), fill, size, like)
+            plans.append(made[fill, size])
+            fill = fill_of(fill + size, fold.block)
+        return cls(chunk, tuple(plans))
 
 
 def _uniform_masks(

@@ -23,7 +23,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .cache_lex import LexCache
 from .configuration_lex import LexConfig
-from .folding_lex import AttentionPlan, Fold, Rows, UniformPlan
+from .folding_lex import CHUNK, AttentionPlan, ChunkedPlan, Fold, Rows, UniformPlan
 from .linear_lex import LexLinear
 from .loss_lex import chunked_causal_loss
 from .positions_lex import SCHEMES, PositionScheme
@@ -79,7 +79,7 @@ class LexMLP(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Map `(batch, sequence, hidden_size)` to the same shape."""
-        if not _is_read_in_parts(hidden_states):
+        if not self._takes_parts(hidden_states):
             return self.down_proj(self.act_fn(self.up_proj(hidden_states)))
         # The widest states of all: of a long text they would be new memory in every layer, which takes time to map.
         output = torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
@@ -88,12 +88,12 @@ class LexMLP(nn.Module):
             place.copy_(self.down_proj(self.act_fn(self.up_proj(part))))
         return output
 
-
-def _is_read_in_parts(states: torch.Tensor) -> bool:
-    """Whether the feed-forward layer takes its tokens in parts: many, on a CPU, and without gradients."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a compiler must not be asked for sizes
-        return False
-    return states.device.type == "cpu" and states.shape[0] * states.shape[1] > _MLP_TOKENS
+    def _takes_parts(self, states: torch.Tensor) -> bool:
+        """Whether to take the tokens in parts: many, on a CPU, without gradients, and the weights at hand."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a compiler must not be asked for sizes
+            return False
+        is_here = states.device.type == self.up_proj.weight.device.type == "cpu"
+        return is_here and states.shape[0] * states.shape[1] > _MLP_TOKENS
 
 
 class LexAttention(nn.Module):
@@ -196,11 +196,39 @@ class LexDecoderLayer(GradientCheckpointingLayer):
         self.dropout = nn.Dropout(config.hidden_dropout)
 
     def forward(
-        self, hidden_states: torch.Tensor, *masks: torch.Tensor | None, plan: AttentionPlan, **kwargs: Any
+        self,
+        hidden_states: torch.Tensor,
+        *masks: torch.Tensor | None,
+        plan: AttentionPlan | ChunkedPlan,
+        **kwargs: Any,
     ) -> torch.Tensor:
-        """Map `(batch, sequence, hidden_size)` to the same shape; `masks`, if given, are those of the plan."""
+        """Map `(batch, sequence, hidden_size)` to the same shape.
+
+        Args:
+            hidden_states: Shape `(batch, sequence, hidden_size)`.
+            masks: If given, those of the plan.
+            plan: The plan for the pattern of this layer. Attention and feed-forward layer are called once, or with
+                a [`ChunkedPlan`] once for each chunk.
+            kwargs: See [`LexAttention.forward`].
+        """
+        if isinstance(plan, ChunkedPlan):
+            return self._read_chunks(hidden_states, plan, **kwargs)
         if masks and isinstance(plan, UniformPlan):
             plan = replace(plan, masks=masks)
+        return self._read(hidden_states, plan, **kwargs)
+
+    def _read_chunks(
+        self, hidden_states: torch.Tensor, plan: ChunkedPlan, past_key_values: Cache | None = None, **kwargs: Any
+    ) -> torch.Tensor:
+        # States of a whole long text would be new memory every time, and mapping it takes as long as attention.
+        cache = LexCache(self.self_attn.config) if past_key_values is None else past_key_values
+        output = torch.empty_like(hidden_states)
+        chunks = zip(hidden_states.split(plan.chunk, 1), output.split(plan.chunk, 1), plan.plans, strict=True)
+        for chunk, place, part in chunks:
+            place.copy_(self._read(chunk, part, past_key_values=cache, **kwargs))
+        return output
+
+    def _read(self, hidden_states: torch.Tensor, plan: AttentionPlan, **kwargs: Any) -> torch.Tensor:
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), plan, **kwargs)
         dropping = self.dropout.training  # a call that does nothing takes time, too
         hidden_states = hidden_states + (self.dropout(attended) if dropping else attended)
@@ -315,8 +343,9 @@ class LexModel(LexPreTrainedModel):
             inputs_embeds = self.positions.embed(
                 inputs_embeds, self._positions(rows, cache, position_ids, inputs_embeds)
             )
-        plans = self._plans(rows, cache, inputs_embeds, own)
         kwargs.setdefault("output_attentions", self.config.output_attentions)
+        in_chunks = not kwargs["output_attentions"] and self._is_read_in_chunks(inputs_embeds)
+        plans = self._plans(rows, cache, inputs_embeds, own, in_chunks)
         kwargs["implementation"] = self.config._attn_implementation
         hidden_states = self.dropout(inputs_embeds)
         for layer, pattern in zip(self.layers, self.config.layer_patterns, strict=False):
@@ -364,20 +393,33 @@ class LexModel(LexPreTrainedModel):
         layers = zip(range(self.config.num_hidden_layers), self.layers, strict=False)
         return [index for index, layer in layers if not isinstance(layer, nn.Identity)]
 
-    def _plans(self, rows: Rows, cache: Cache | None, like: torch.Tensor, own: list[int]) -> dict[str, AttentionPlan]:
+    def _plans(
+        self, rows: Rows, cache: Cache | None, like: torch.Tensor, own: list[int], in_chunks: bool
+    ) -> dict[str, AttentionPlan | ChunkedPlan]:
         """Plan this forward pass, once for each attention pattern in use."""
-        patterns = self.config.layer_patterns
+        patterns, length = self.config.layer_patterns, like.shape[1]
         first = {patterns[index]: index for index in reversed(own)}
-        plans = {}
+        plans: dict[str, AttentionPlan | ChunkedPlan] = {}
         for pattern, index in first.items():
             block = self.config.attention_span(pattern)
             fold = Fold(pattern, block, self.positions, self.config._attn_implementation, self.tp_mesh)
             layer = None if cache is None else cache.layers[index]
             if layer is not None and layer.is_compileable:
-                plans[pattern] = static_plan(fold, rows, layer, like.shape[1], like)
-            else:
-                plans[pattern] = fold.plan(rows, [] if layer is None else layer.fills, like.shape[1], like)
+                plans[pattern] = static_plan(fold, rows, layer, length, like)
+                continue
+            fills = [] if layer is None else layer.fills
+            chunked = in_chunks and (layer is None or layer.takes_chunks)
+            plan = fold.chunked_plan(rows, fills, length, like) if chunked else None
+            plans[pattern] = plan or fold.plan(rows, fills, length, like)
         return plans
+
+    def _is_read_in_chunks(self, states: torch.Tensor) -> bool:
+        """Whether layers may read chunk by chunk: many tokens, on a CPU, without gradients, the weights at hand."""
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # a compiler must not be asked for sizes
+            return False
+        if states.device.type != "cpu" or states.shape[0] * states.shape[1] <= CHUNK:
+            return False
+        return all(weight.device.type == "cpu" for weight in self.layers.parameters())
 
     @torch.no_grad()
     def position_bias(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:

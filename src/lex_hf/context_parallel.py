@@ -79,6 +79,8 @@ def read_part(
 class _HandedOver(LexCacheLayer):
     """A cache layer whose previous block is that of another process."""
 
+    takes_chunks = False  # the block that is handed over is the last of all
+
     def __init__(self, block: int, group: dist.ProcessGroup | None) -> None:
         super().__init__(block)
         self.group = group
