@@ -148,18 +148,23 @@ class LexCacheLayer(CacheLayerMixin):
         """
         block = self.block or 0
         starts = [0 if end <= 2 * block or not block else ((end - 1) // block - 1) * block for end in ends]
-        self.keys.copy_(self._pair(keys, starts, shift))
-        self.values.copy_(self._pair(values, starts, None))
+        for storage, states, turn in ((self.keys, keys, shift), (self.values, values, None)):
+            if len(set(starts)) > 1:
+                storage.copy_(self._pairs(states, starts, turn))
+                continue
+            pair = states[:, :, starts[0] : starts[0] + storage.shape[2]]
+            storage[:, :, : pair.shape[2]] = pair
+            if starts[0] and turn is not None:
+                storage[:, :, :block] = shifted(pair[:, :, :block], turn)
 
-    def _pair(self, states: torch.Tensor, starts: list[int], shift: torch.Tensor | None) -> torch.Tensor:
+    def _pairs(self, states: torch.Tensor, starts: list[int], shift: torch.Tensor | None) -> torch.Tensor:
         """Take the pair of blocks that begins at slot `starts[b]` of each row."""
         slots = torch.arange(self.keys.shape[2], device=states.device)
         index = torch.tensor(starts, device=states.device)[:, None] + slots
-        pair = states.take_along_dim(index.clamp(max=states.shape[2] - 1)[:, None, :, None], dim=2)
+        pairs = states.take_along_dim(index.clamp(max=states.shape[2] - 1)[:, None, :, None], dim=2)
         moved = [row for row, start in enumerate(starts) if start]
-        if moved:
-            pair[moved, :, : self.block] = shifted(pair[moved, :, : self.block], shift)
-        return pair
+        pairs[moved, :, : self.block] = shifted(pairs[moved, :, : self.block], shift)
+        return pairs
 
     def remember(
         self, keys: torch.Tensor, values: torch.Tensor, counts: list[int], shift: torch.Tensor | None
