@@ -223,7 +223,7 @@ class Fold:
         return attention_mask(seen, bias, self.implementation, like.dtype)
 
     def next_slot(self, fill: int) -> int:
-        """The slot of the token that follows `fill` slots in use: a full pair makes room for the next block first."""
+        """Return the slot of the token after `fill` slots in use: a full pair makes room for the next block first."""
         return self.block if self.block is not None and fill == 2 * self.block else fill
 
     def plan(self, rows: Rows, fills: list[int], length: int, like: torch.Tensor) -> AttentionPlan:
@@ -251,7 +251,7 @@ class Fold:
         """
         if self.block is None or rows.real is not None or rows.document is not None or len(set(fills)) > 1:
             return None
-        # Whole blocks, so that chunks begin where blocks do.
+        # Whole blocks, so that all chunks but the first begin at one slot and share a plan.
         chunk = max(CHUNK // len(rows.counts) // self.block, 1) * self.block
         return None if length <= chunk else ChunkedPlan.make(self, rows, (*fills, 0)[0], chunk, length, like)
 

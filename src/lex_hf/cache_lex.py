@@ -57,9 +57,9 @@ class LexCacheLayer(CacheLayerMixin):
         fills: Number of slots in use in each row; the next token goes to the next one.
         lengths: Number of real tokens each row has read, padding not counted.
         record_past: Whether to remember what moves of blocks change, for [`LexCacheLayer.crop`].
-        takes_chunks: Whether a layer may call `update` several times in one forward pass.
         past: If so, keys and values of the pair of blocks at the last crop and of all tokens since, as
             [`LexCacheLayer.keep`] takes them.
+        takes_chunks: Whether a layer may call `update` several times in one forward pass.
     """
 
     is_compileable = False
