@@ -220,7 +220,7 @@ class LexDecoderLayer(GradientCheckpointingLayer):
     def _read_chunks(
         self, hidden_states: torch.Tensor, plan: ChunkedPlan, past_key_values: Cache | None = None, **kwargs: Any
     ) -> torch.Tensor:
-        # States of a whole long text would be new memory every time, and mapping it takes as long as attention.
+        # States of a whole long text would be new memory in every operation: more of it, and more time.
         cache = LexCache(self.self_attn.config) if past_key_values is None else past_key_values
         output = torch.empty_like(hidden_states)
         chunks = zip(hidden_states.split(plan.chunk, 1), output.split(plan.chunk, 1), plan.plans, strict=True)
