@@ -1,0 +1,119 @@
+"""Results as files and as JSON: a destination is checked before the work, and a file appears only when it is whole."""
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+
+def check_file(path: Path, name: str) -> None:
+    """Check, before any work, that a file can be written.
+
+    A regular file that exists is replaced later; devices and pipes are written to; symbolic links are followed.
+
+    Args:
+        path: The file.
+        name: What the user calls it, e.g. `--csv`.
+
+    Raises:
+        ValueError: If its folder does not exist or cannot be written to, or the path is a folder.
+    """
+    with _explained(path, name):
+        target = _target(path)
+        if target.is_dir():
+            raise ValueError(f"{name} {path} is a folder: give the path of a file.")
+        if path.absolute().parts[:2] == ("/", "dev") and target.is_file():  # what is printed there would be lost
+            raise ValueError(f"{name} {path} is redirected to the file {target}: give another file.")
+        if target.exists() and not os.access(target, os.W_OK):
+            raise ValueError(f"{name} {path} cannot be written to: choose another file, or change its permissions.")
+        if not target.exists() or target.is_file():
+            _check_writable(target.parent, path, name)
+
+
+def check_folder(path: Path, name: str) -> None:
+    """Check, before any work, that files can be written into a folder, which need not exist yet.
+
+    Args:
+        path: The folder.
+        name: What the user calls it, e.g. `--output`.
+
+    Raises:
+        ValueError: If the path, or the first part of it that exists, is no folder or cannot be written to.
+    """
+    with _explained(path, name):
+        existing = Path(os.path.realpath(path))
+        while not existing.exists() and existing != existing.parent:
+            existing = existing.parent
+        if not existing.is_dir():
+            raise ValueError(f"{name} {path}: {existing} is a file, not a folder; choose another path.")
+        _check_writable(existing, path, name)
+
+
+@contextlib.contextmanager
+def whole_file(path: str | Path) -> Iterator[Path]:
+    """Yield a path to write to; what was written there becomes `path` if the block ends without an error.
+
+    Symbolic links are followed. What is there and is no regular file, such as a device or a pipe, is written to.
+
+    Args:
+        path: The file to write or to replace.
+    """
+    target = _target(path)
+    if target.exists() and not target.is_file():
+        yield target
+        return
+    partial = target.with_name(f".{target.name[:200]}.{os.getpid()}.partial")
+    try:
+        yield partial
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write a text in UTF-8; see [`whole_file`]."""
+    with whole_file(path) as place, place.open("w", encoding="utf-8", newline="") as file:
+        file.write(text)
+
+
+def to_json(value: Any, **options: Any) -> str:
+    """Return `value` as JSON; numbers that JSON does not have (NaN, ±Infinity) become `null`.
+
+    Args:
+        value: Dictionaries, lists, tuples, texts and numbers.
+        options: For `json.dumps`.
+    """
+    return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _target(path: str | Path) -> Path:
+    """Follow symbolic links to a file; a pipe behind `/dev/stdout` has no other name."""
+    path = Path(path)
+    return path if path.exists() and not path.is_file() else Path(os.path.realpath(path))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _check_writable(folder: Path, path: Path, name: str) -> None:
+    if not folder.is_dir():
+        raise ValueError(f"{name} {path}: there is no folder {folder}; create it first, or choose another path.")
+    with tempfile.TemporaryFile(dir=folder):  # permissions alone tell nothing of a file system that is read-only
+        pass
+
+
+@contextlib.contextmanager
+def _explained(path: Path, name: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{name} {path} cannot be written: {error.strerror or error}.") from error
