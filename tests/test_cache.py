@@ -1,6 +1,7 @@
 """The cache: reading in pieces equals reading at once, and memory stays what it is."""
 
 import copy
+import math
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from test_modeling import PATTERNS, dense_logits
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
-from lex_hf import LexCache, LexForCausalLM
+from lex_hf import LexCache, LexForCausalLM, LexStaticCache
 from lex_hf.cache_lex import LexCacheLayer
 
 pattern_fields = st.sampled_from(PATTERNS)
@@ -318,6 +319,13 @@ def foreign_caches(model: LexForCausalLM) -> dict[str, Any]:
         "StaticCache that holds 2 tokens": full,
         "tuple": ((torch.zeros(1), torch.zeros(1)),),
         "other attention patterns": LexCache(tiny_model(training_length=6).config),
+        "other attention patterns or positions": LexCache(tiny_model(attention_pattern="full").config),
+        "layer 0 has position_embedding_type = 'rope', not 'xpos'": LexCache(
+            tiny_model(position_embedding_type="rope").config
+        ),
+        "layer 0 has xpos_gamma = 0.5, not 0.4": LexCache(tiny_model(xpos_gamma=0.5).config),
+        "a model with 3 layers, and this one has 2": LexCache(tiny_model(num_hidden_layers=3).config),
+        "a model with 1 layers": LexStaticCache(tiny_model(num_hidden_layers=1).config, 9),
     }
 
 
@@ -326,6 +334,92 @@ def test_caches_of_others_are_refused(case: str) -> None:
     model = tiny_model()
     with pytest.raises(ValueError, match=case):
         model(random_ids(1, 4), past_key_values=foreign_caches(model)[case])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"num_attention_heads": 5}, "holds 5 heads of 6 in torch.float32, and this model has 3 of 10"),
+        ({"hidden_size": 36}, "holds 3 heads of 12"),
+        ({"dtype": torch.float64}, "in torch.float64, and this model has 3 of 10 in torch.float32"),
+    ],
+)
+@pytest.mark.parametrize("static", [False, True])
+def test_a_cache_that_another_model_filled_is_refused(other: dict[str, Any], message: str, static: bool) -> None:
+    model, filler, ids = tiny_model(), tiny_model(**other), random_ids(1, 6)
+    cache = LexStaticCache(filler.config, 20) if static else LexCache(filler.config)
+    with torch.no_grad():
+        filler(ids, past_key_values=cache)
+        kept = cache.layers[0].keys.clone()
+        with pytest.raises(ValueError, match=message):
+            model(ids, past_key_values=cache)
+    assert torch.equal(cache.layers[0].keys, kept)
+
+
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ([1, 1, 1, 1, 1], [1, 1, 1, 0, 0]),  # met the end of the text early, masked in the next turn
+        ([0, 0, 1, 1, 1], [1, 1, 1, 1, 1]),
+        ([0, 0, 1, 1, 1], [1, 1, 1, 0, 0]),  # as many tokens, but others
+    ],
+)
+def test_a_mask_cannot_change_what_was_read(then: list[int], now: list[int], static: bool) -> None:
+    model, ids = tiny_model(), random_ids(2, 8)
+    cache = LexStaticCache(model.config, 20) if static else LexCache(model.config)
+    ones = [[1] * 5, then]
+    with torch.no_grad():
+        model(ids[:, :5], attention_mask=torch.tensor(ones), past_key_values=cache)
+        for mask in (torch.tensor([[1] * 8, [*now, 1, 1, 1]]), torch.tensor([[1] * 6, [*now, 1]])):
+            new = ids[:, 5 : mask.shape[1]]
+            with pytest.raises(ValueError, match="a token that was read cannot become padding afterwards"):
+                model(new, attention_mask=mask, past_key_values=cache)
+        known = torch.tensor([[1] * 8, [*then, 1, 1, 1]])
+        logits = model(ids[:, 5:], attention_mask=known, past_key_values=cache).logits
+        expected = model(ids, attention_mask=known, use_cache=False).logits[:, 5:]
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("static", [False, True])
+def test_generate_refuses_a_next_turn_that_masks_what_was_written(static: bool) -> None:
+    model, ids = tiny_model(), random_ids(2, 12)
+    cache = LexStaticCache(model.config, 40) if static else LexCache(model.config)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 8:10] = 0
+    with torch.no_grad():
+        model(ids[:, :10], past_key_values=cache)
+    with pytest.raises(ValueError, match="a token that was read cannot become padding"):
+        model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=2)
+
+
+def test_masks_of_rows_that_were_moved_are_checked_against_their_new_rows() -> None:
+    model, ids, mask = tiny_model(), random_ids(2, 6), torch.ones(2, 6, dtype=torch.long)
+    mask[0, :2] = 0
+    with torch.no_grad():
+        cache = model(ids[:, :5], attention_mask=mask[:, :5]).past_key_values
+        cache.batch_repeat_interleave(2)
+        cache.reorder_cache(torch.tensor([2, 0]))
+        with pytest.raises(ValueError, match="Row 0: 3 tokens now, 5 when they were read"):
+            model(ids[:, 5:], attention_mask=mask, past_key_values=cache)
+        model(ids[:, 5:], attention_mask=mask[[1, 0]], past_key_values=cache)
+        cache.reset()
+        model(ids, past_key_values=cache)
+
+
+@pytest.mark.parametrize("value", [0.5, -math.inf, 2.0, math.nan])
+def test_masks_of_other_numbers_are_refused(value: float) -> None:
+    model, mask = tiny_model(), torch.ones(2, 6)
+    mask[1, 2] = value
+    with pytest.raises(ValueError, match="holds values other than 0 and 1"):
+        model(random_ids(2, 6), attention_mask=mask)
+
+
+@pytest.mark.parametrize("shape", [(6,), (1, 5), (2, 7), (3, 6), (1, 1, 6)])
+def test_position_ids_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
+    positions = torch.arange(shape[-1]).expand(shape)
+    with pytest.raises(ValueError, match=r"position_ids have the shape .*; it must be \(batch, tokens\) = \(2, 6\)"):
+        tiny_model()(random_ids(2, 6), position_ids=positions)
 
 
 def test_a_cache_of_another_batch_size_is_refused() -> None:

@@ -111,6 +111,57 @@ def test_a_cache_of_another_model_is_refused(tmp_path: Path, other: dict[str, An
         load_cache(tmp_path / "cache", tiny_model(**other))
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.1.self_attn.k_proj.bias",
+        "model.layers.1.self_attn.v_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.0.post_attention_layernorm.bias",
+    ],
+)
+def test_a_cache_belongs_to_the_very_weights_that_filled_it(tmp_path: Path, name: str) -> None:
+    """As after merging a LoRA, or a single number that was changed."""
+    model, path = tiny_model(), tmp_path / "cache"
+    save_cache(read(model, 30), model, path)
+    weight = model.get_parameter(name).data.view(-1)
+    weight[len(weight) // 2] += 1e-3
+    with pytest.raises(ValueError, match="written by another model: its weights are"):
+        load_cache(path, model)
+    weight[len(weight) // 2] -= 1e-3
+    weight[[0, -1]] = weight[[-1, 0]]  # the same numbers at other places
+    with pytest.raises(ValueError, match="written by another model: its weights are"):
+        load_cache(path, model)
+
+
+def test_what_keys_and_values_do_not_depend_on_may_differ(tmp_path: Path) -> None:
+    model = tiny_model()
+    save_cache(read(model, 30), model, tmp_path / "cache")
+    model.lm_head.weight.data.zero_()
+    model.model.norm.weight.data.zero_()
+    assert load_cache(tmp_path / "cache", model).get_seq_length() == 30
+
+
+def test_padding_that_was_read_is_still_known_after_loading(tmp_path: Path) -> None:
+    model, mask = tiny_model(), torch.ones(2, 20)
+    mask[1, :9] = 0
+    for static in (False, True):
+        given = LexStaticCache(model.config, 40) if static else None
+        save_cache(read(model, 20, attention_mask=mask, past_key_values=given), model, tmp_path / "cache")
+        wrong = torch.ones(2, 21)
+        wrong[1, 3:12] = 0
+        with torch.no_grad(), pytest.raises(ValueError, match="a token that was read cannot become padding"):
+            model(random_ids(2, 1), attention_mask=wrong, past_key_values=load_cache(tmp_path / "cache", model))
+
+
+def test_a_file_of_version_0_1_0_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    save_file({"0.keys": torch.zeros(1)}, tmp_path / "old", metadata={"format": "lex_hf cache 1"})
+    with pytest.raises(ValueError, match=r"written by lex_hf 0\.1\.0.* read the text again"):
+        load_cache(tmp_path / "old", tiny_model())
+
+
 def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     model = tiny_model()
     with pytest.raises(ValueError, match="The cache is empty"):

@@ -1,8 +1,11 @@
 """Every impossible value is refused with a sentence; what is saved comes back."""
 
+import json
+import math
 from typing import Any
 
 import pytest
+import torch
 from conftest import tiny_model
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
@@ -46,9 +49,29 @@ BAD = [
     ({"hidden_dropout": 1.0}, r"hidden_dropout = 1.0: it must lie in \[0, 1\)"),
     ({"attention_dropout": -0.1}, "attention_dropout = -0.1"),
     ({"xpos_scale": "matrix"}, "xpos_scale = 'matrix': it must be one of"),
-    ({"xpos_gamma": 0.0}, "xpos_gamma = 0.0: it must be positive"),
-    ({"xpos_scale_base": -1}, "xpos_scale_base = -1: it must be positive"),
-    ({"rope_theta": 0}, "rope_theta = 0: it must be positive"),
+    ({"xpos_gamma": 0.0}, "xpos_gamma = 0.0: it must be finite and greater than 0"),
+    ({"xpos_gamma": math.inf}, "xpos_gamma = inf: it must be finite and greater than 0"),
+    ({"xpos_scale_base": -1}, "xpos_scale_base = -1: it must be finite and greater than 0"),
+    ({"rope_theta": 0}, "rope_theta = 0: it must be finite and greater than 0"),
+    ({"rope_theta": math.nan}, "rope_theta = nan: it must be finite"),
+    ({"layer_norm_eps": -1.0}, "layer_norm_eps = -1.0: it must be finite and greater than 0"),
+    ({"layer_norm_eps": math.nan}, "layer_norm_eps = nan"),
+    ({"initializer_range": -1.0}, "initializer_range = -1.0: it must be finite and at least 0"),
+    ({"hidden_dropout": math.nan}, "hidden_dropout = nan"),
+    ({"eos_token_id": 50257}, "eos_token_id = 50257: it must be None or in the vocabulary, 0 to 50256"),
+    ({"eos_token_id": [3, 60000]}, r"eos_token_id = \[3, 60000\]"),
+    ({"vocab_size": 97, "pad_token_id": 97}, "pad_token_id = 97: it must be None or in the vocabulary, 0 to 96"),
+    ({"bos_token_id": -1}, "bos_token_id = -1"),
+    ({"hidden_size": 2**62}, f"hidden_size = {2**62}: it must be at most {2**31 - 1}"),
+    ({"vocab_size": 10**12}, f"vocab_size = {10**12}: it must be at most"),
+    ({"num_hidden_layers": 10**12}, f"num_hidden_layers = {10**12}: it must be at most {2**16}"),
+    ({"training_length": 2**62}, f"training_length = {2**62}: it must be at most"),
+    ({"block_length": 2**62}, f"block_length = {2**62}: it must be at most"),
+    ({"hidden_size": 2**24, "num_attention_heads": 1}, "hidden_size = 16777216, .* parameters; there must be at most"),
+    ({"position_embedding_type": "alibi", "xpos_gamma": -1.0}, "xpos_gamma = -1.0"),
+    ({"t5_num_buckets": 0}, "t5_num_buckets = 0: it must be even"),
+    ({"alibi_slope_shift": -5000}, r"alibi_slope_shift = -5000: it must lie in \[-100, 100\]"),
+    ({"sandwich_dim": 3}, "sandwich_dim = 3"),
     ({"hidden_act": "swoosh"}, "hidden_act = 'swoosh'"),
     ({"hidden_size": "wide"}, "hidden_size"),
 ]
@@ -91,3 +114,30 @@ def test_the_model_checks_a_config_that_was_changed_after_it_was_made() -> None:
     config.training_length = 9
     with pytest.raises(StrictDataclassError, match="training_length = 9"):
         LexForCausalLM(config)
+
+
+def test_a_default_that_does_not_fit_a_small_vocabulary_is_no_mistake_of_the_users() -> None:
+    assert LexConfig(vocab_size=97).eos_token_id == 50256  # transformers warns
+
+
+def test_what_is_stored_can_be_overridden_where_it_is_impossible(tmp_path: Any) -> None:
+    tiny_model().config.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(stored | {"eos_token_id": 97}))
+    with pytest.raises(StrictDataclassError, match="eos_token_id = 97"):
+        AutoConfig.from_pretrained(tmp_path)
+    assert AutoConfig.from_pretrained(tmp_path, eos_token_id=96).eos_token_id == 96
+
+
+def test_the_number_of_parameters_is_known_before_any_is_made() -> None:
+    for tied in (True, False):
+        model = tiny_model(tie_word_embeddings=tied)
+        assert model.config.num_parameters() == model.num_parameters()
+
+
+def test_a_model_that_fits_no_memory_is_refused_before_it_is_made() -> None:
+    config = LexConfig(hidden_size=2**16, intermediate_size=2**18, num_hidden_layers=1000)
+    with pytest.raises(ValueError, match=r"hidden_size = 65536, .* GiB, and this machine has .* choose smaller sizes"):
+        LexForCausalLM(config)
+    with torch.device("meta"):
+        assert LexForCausalLM(LexConfig(**config.to_diff_dict() | {"num_hidden_layers": 2})).device.type == "meta"

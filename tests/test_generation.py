@@ -7,7 +7,7 @@ import torch
 from conftest import random_ids, tiny_model
 from test_modeling import PATTERNS
 
-from lex_hf import LexCache
+from lex_hf import LexCache, LexStaticCache
 
 
 def left_padded(prompts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -108,6 +108,46 @@ def test_guessing_ahead_changes_no_token(fields: dict[str, Any]) -> None:
     assert torch.equal(model.generate(prompt, prompt_lookup_num_tokens=3, **settings), expected)
     for guesser in (assistant, model):
         assert torch.equal(model.generate(prompt, assistant_model=guesser, **settings), expected)
+
+
+@pytest.mark.parametrize("fields", PATTERNS)
+@pytest.mark.parametrize("padding", [1, 5, 16])
+def test_guessing_ahead_after_a_left_padded_prompt_changes_no_token(fields: dict[str, Any], padding: int) -> None:
+    model, prompt = tiny_model(dtype=torch.float64, **fields), random_ids(1, 9).repeat(1, 2)
+    inputs = {
+        "input_ids": torch.cat((torch.zeros(1, padding, dtype=torch.long), prompt), dim=1),
+        "attention_mask": torch.cat((torch.zeros_like(prompt[:, :1]).expand(-1, padding), torch.ones_like(prompt)), 1),
+    }
+    settings = {"max_new_tokens": 50, "do_sample": False}
+    expected = model.generate(prompt, **settings)[0, 18:]
+    guessers = (
+        {"prompt_lookup_num_tokens": 12},
+        {"assistant_model": tiny_model(dtype=torch.float64, seed=1, **fields)},
+    )
+    for guesser in guessers:
+        found = model.generate(**inputs, **guesser, **settings)[0, 18 + padding :]
+        assert torch.equal(found, expected)
+
+
+def test_embeddings_beside_ids_are_read_also_where_a_prompt_is_cut_into_chunks() -> None:
+    model, ids = tiny_model(dtype=torch.float64), random_ids(1, 16)
+    embeds = model.get_input_embeddings()(random_ids(1, 16, seed=7))
+    settings = {"max_new_tokens": 20, "do_sample": False}
+    expected = model.generate(ids, inputs_embeds=embeds, **settings)
+    assert not torch.equal(expected, model.generate(ids, **settings))
+    for given in ({"input_ids": ids}, {}):
+        found = model.generate(**given, inputs_embeds=embeds, prefill_chunk_size=5, **settings)
+        assert torch.equal(found[:, -20:], expected[:, -20:])
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "hybrid_chunked"])
+def test_deprecated_names_of_the_static_cache(name: str) -> None:
+    model, ids = tiny_model(), random_ids(1, 9)
+    settings = {"max_new_tokens": 5, "do_sample": False, "return_dict_in_generate": True}
+    result = model.generate(ids, cache_implementation=name, **settings)
+    assert type(result.past_key_values) is LexStaticCache
+    with pytest.raises(ValueError, match="moves the cache off an accelerator"):
+        model.generate(ids, cache_implementation=f"offloaded_{name}".replace("sliding_window", "hybrid"), **settings)
 
 
 def test_generation_from_embeddings_and_with_a_cache_of_ones_own() -> None:

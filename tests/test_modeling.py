@@ -6,13 +6,13 @@ import pytest
 import reference
 import torch
 from accelerate import cpu_offload
-from conftest import TOLERANCE, random_ids, settings_of, tiny_model
+from conftest import SIZES, TOLERANCE, random_ids, settings_of, tiny_model
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from lex_hf import LexCache, LexForCausalLM, LexStaticCache, folding_lex, modeling_lex
+from lex_hf import LexCache, LexConfig, LexForCausalLM, LexStaticCache, folding_lex, modeling_lex
 
 PATTERNS = (
     {"attention_pattern": "blockwise"},
@@ -173,6 +173,39 @@ def test_attention_weights_have_the_documented_shape_and_values() -> None:
     # After 20 tokens in blocks of 7, tokens 7 … 19 are in the cache.
     assert continued.attentions[0].shape == (1, 3, 30, 13 + 30)
     torch.testing.assert_close(continued.attentions[0], outputs.attentions[0][:1, :, 20:, 7:], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("pattern", ["blockwise", "sliding", "full"])
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize("pieces", [[9, 1, 1, 1], [4, 5, 3], [1, 11]])
+def test_attention_weights_have_one_layout_in_prefill_chunks_and_steps(
+    pattern: str, static: bool, pieces: list[int]
+) -> None:
+    """Within the first pair of blocks all keys are kept, so all weights are those of one pass, column by column."""
+    model = tiny_model(dtype=torch.float64, attn_implementation="eager", attention_pattern=pattern)
+    ids, mask = random_ids(3, 12), torch.ones(3, 12, dtype=torch.long)
+    mask[1, :4], mask[2, :8] = 0, 0
+    cache = LexStaticCache(model.config, 12) if static else LexCache(model.config)
+    start = 0
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, output_attentions=True, use_cache=False).attentions[0]
+        for piece in pieces:
+            stop = start + piece
+            known = {"attention_mask": mask[:, :stop], "past_key_values": cache, "output_attentions": True}
+            found = model(ids[:, start:stop], **known).attentions[0]
+            real = mask[:, start:stop] == 1
+            for row in range(3):
+                shown = found[row, :, real[row], -min(stop, found.shape[-1]) :]
+                torch.testing.assert_close(shown, expected[row, :, start:stop, :stop][:, real[row]])
+                torch.testing.assert_close(found[row, :, real[row]].sum(-1), torch.ones_like(shown[..., 0]))
+            start = stop
+
+
+def test_attentions_can_be_asked_for_in_the_config_and_need_eager_attention() -> None:
+    model = LexForCausalLM(LexConfig(**SIZES, output_attentions=True))
+    assert model(random_ids(1, 20)).attentions[0].shape == (1, 3, 20, 20)
+    with pytest.raises(ValueError, match=r"output_attentions needs eager attention, .* uses 'sdpa'"):
+        tiny_model(attn_implementation="sdpa")(random_ids(1, 4), output_attentions=True)
 
 
 def test_logits_to_keep_and_labels() -> None:

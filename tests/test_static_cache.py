@@ -116,6 +116,24 @@ def test_full_attention_has_room_for_what_was_asked() -> None:
     assert cache.get_max_length() == 12
 
 
+def test_a_step_too_many_is_refused_before_anything_is_written() -> None:
+    model, mask = tiny_model(attention_pattern="full"), torch.ones(1, 12)
+    mask[0, :2] = 0
+    for read in ({}, {"attention_mask": mask}):  # with padding, which is not stored, a prompt may still be too long
+        cache = LexStaticCache(model.config, max_cache_len=12)
+        with torch.no_grad():
+            model(random_ids(1, 12), past_key_values=cache, **read)
+            room = 12 - int(cache.layers[0].positions)
+            for _ in range(room):
+                model(random_ids(1, 1), past_key_values=cache)
+            kept = cache.layers[0].keys.clone()
+            with pytest.raises(ValueError, match="room for 12 tokens of full attention, and the text has 13"):
+                model(random_ids(1, 1), past_key_values=cache)
+        assert torch.equal(cache.layers[0].keys, kept)
+    with torch.no_grad(), pytest.raises(ValueError, match="room for 11 tokens"):
+        model(random_ids(1, 12), past_key_values=LexStaticCache(model.config, 11), attention_mask=mask)
+
+
 def test_an_empty_static_cache_of_transformers_is_made_one_of_lex() -> None:
     model, ids = tiny_model(dtype=torch.float64), random_ids(2, 40)
     cache = StaticCache(config=model.config, max_cache_len=40)

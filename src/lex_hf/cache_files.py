@@ -10,10 +10,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from lex_hf.cache_lex import LexCache, LexCacheLayer
+from lex_hf.cache_lex import LexCache, LexCacheLayer, origins
+from lex_hf.records import whole_file
 from lex_hf.static_cache_lex import LexStaticCache, LexStaticCacheLayer
 
-FORMAT = "lex_hf cache 1"
+FORMAT = "lex_hf cache 2"
+_SAMPLE = 64  # numbers of each weight whose bits and places a fingerprint holds, beside a sum over all bits
 
 
 def save_cache(cache: LexCache | LexStaticCache, model: PreTrainedModel, path: str | Path) -> None:
@@ -42,10 +44,8 @@ def save_cache(cache: LexCache | LexStaticCache, model: PreTrainedModel, path: s
     if not all(layer.is_initialized for layer in layers):
         raise ValueError("The cache is empty: let the model read something first.")
     tensors = {f"{index}.{name}": tensor for index, layer in enumerate(layers) for name, tensor in _state(layer)}
-    path = Path(path)
-    partial = path.with_name(f"{path.name}.partial")
-    save_file(tensors, partial, metadata=_description(layers, model))
-    partial.replace(path)
+    with whole_file(path) as place:
+        save_file(tensors, place, metadata=_description(layers, model))
 
 
 def load_cache(path: str | Path, model: PreTrainedModel) -> LexCache | LexStaticCache:
@@ -78,9 +78,10 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> LexCache | LexStatic
 def _state(layer: LexCacheLayer | LexStaticCacheLayer) -> list[tuple[str, torch.Tensor]]:
     """What a layer must remember, by name."""
     if isinstance(layer, LexStaticCacheLayer):
-        names = ("keys", "values", "positions", "columns")
+        names = ("keys", "values", "positions", "padding", "columns")
         return [(name, getattr(layer, name)) for name in names]
-    counts = {"fills": layer.fills, "lengths": layer.lengths, "columns": [layer.columns]}
+    layer.settle()
+    counts = {"fills": layer.fills, "lengths": layer.lengths, "padding": layer.padding, "columns": [layer.columns]}
     end = max(layer.fills, default=0) if layer.block is None else None  # its storage may be twice as long as the text
     states = [
         (name, None if tensor is None else tensor[:, :, :end].contiguous())
@@ -99,7 +100,7 @@ def _restore(layer: LexCacheLayer | LexStaticCacheLayer, state: dict[str, torch.
     layer.reserve(state["keys"].shape[2])
     layer.keys[:, :, : state["keys"].shape[2]] = state["keys"]
     layer.values[:, :, : state["values"].shape[2]] = state["values"]
-    layer.fills, layer.lengths = state["fills"].tolist(), state["lengths"].tolist()
+    layer.fills, layer.lengths, layer.padding = (state[name].tolist() for name in ("fills", "lengths", "padding"))
     layer.columns = int(state["columns"])
 
 
@@ -109,30 +110,37 @@ def _description(layers: list[Any], model: PreTrainedModel) -> dict[str, str]:
     return {
         "format": FORMAT,
         "max_cache_len": str(max(lengths, default="")),
-        "blocks": json.dumps([layer.block for layer in layers]),
-        "dtype": str(layers[0].dtype),
-        "positions": json.dumps(_positions(model), sort_keys=True),
-        "weights": _fingerprint(model),
+        **_identity(model, str(layers[0].dtype)),
     }
 
 
 def _check(path: Path, metadata: dict[str, str], model: PreTrainedModel) -> None:
     """Compare a file's description with the model that shall go on."""
-    if metadata.get("format") != FORMAT:
-        raise ValueError(f"{path} is no cache of LEX: its format is {metadata.get('format')!r}, not {FORMAT!r}.")
-    config = model.config
-    expected = {
-        "blocks": json.dumps([config.attention_span(pattern) for pattern in config.layer_patterns]),
-        "dtype": str(model.dtype),
-        "positions": json.dumps(_positions(model), sort_keys=True),
-        "weights": _fingerprint(model),
-    }
-    for name, value in expected.items():
+    found = metadata.get("format")
+    if found == "lex_hf cache 1":
+        raise ValueError(
+            f"{path} was written by lex_hf 0.1.0, whose files do not show whether all weights are those of this "
+            "model: read the text again, and save the cache."
+        )
+    if found != FORMAT:
+        raise ValueError(f"{path} is no cache of LEX: its format is {found!r}, not {FORMAT!r}.")
+    for name, value in _identity(model, str(model.dtype)).items():
         if metadata.get(name) != value:
             raise ValueError(
                 f"{path} was written by another model: its {name} are {metadata.get(name)}, and this model's are "
                 f"{value}. Load the model that read the text, with the same attention pattern and dtype."
             )
+
+
+def _identity(model: PreTrainedModel, dtype: str) -> dict[str, str]:
+    """What must be the same in the model that filled a cache and the one that goes on."""
+    spans = origins(model.config)
+    return {
+        "blocks": json.dumps([block for block, _ in spans]),
+        "dtype": dtype,
+        "positions": json.dumps([origin for _, origin in spans]),
+        "weights": _fingerprint(model),
+    }
 
 
 def _empty_cache(metadata: dict[str, str], model: PreTrainedModel) -> LexCache | LexStaticCache:
@@ -141,18 +149,36 @@ def _empty_cache(metadata: dict[str, str], model: PreTrainedModel) -> LexCache |
     return LexCache(model.config)
 
 
-def _positions(model: PreTrainedModel) -> dict[str, Any]:
-    """The fields of the config that decide how keys are turned, and who sees them."""
-    prefixes = ("position_embedding_type", "rope_theta", "xpos_", "attention_pattern")
-    return {name: value for name, value in model.config.to_dict().items() if name.startswith(prefixes)}
-
-
 def _fingerprint(model: PreTrainedModel) -> str:
-    """A hash of weights that every training changes and no quantisation touches: embeddings' beginning and norms."""
+    """Hash all weights that keys and values depend on: not whole, but so that any training or merge shows.
+
+    Of each weight the sum of its bits counts, whose order does not matter, and some numbers at their places.
+    """
     decoder = getattr(model, model.base_model_prefix, model)
-    tensors = [decoder.embed_tokens.weight[:16], decoder.norm.weight, decoder.norm.bias]
-    tensors += [layer.input_layernorm.weight for layer in decoder.layers]
     digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.detach().float().cpu().numpy().tobytes())
+    for name, weight in decoder.named_parameters():
+        if not name.startswith("norm."):  # it acts on what leaves the last layer
+            for part in _plain(weight.detach()):
+                digest.update(f"{name} {part.dtype} {tuple(part.shape)}".encode())
+                digest.update(_digest(part))
     return digest.hexdigest()
+
+
+def _plain(weight: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors of which a weight consists; one that is quantised or sharded has several."""
+    if not hasattr(weight, "__tensor_flatten__"):
+        return [weight]
+    names, _ = weight.__tensor_flatten__()
+    return [part for name in names for part in _plain(getattr(weight, name))]
+
+
+def _digest(tensor: torch.Tensor) -> bytes:
+    if tensor.device.type == "meta":
+        raise ValueError(
+            "The weights of the model are offloaded, so a cache cannot be tied to them: load it without offloading to "
+            "save or load caches."
+        )
+    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.element_size(), torch.uint8)
+    bits = tensor.contiguous().flatten().view(words)
+    sample = bits[:: max(1, len(bits) // _SAMPLE)]
+    return torch.cat((bits.sum(dtype=torch.int64)[None], sample.long())).cpu().numpy().tobytes()

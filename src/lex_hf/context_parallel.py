@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lex_hf.cache_lex import LexCache, LexCacheLayer, shifted
+from lex_hf.cache_lex import LexCache, LexCacheLayer, Origin, shifted
 
 
 def part_of(tokens: int, block: int, rank: int, size: int) -> tuple[int, int]:
@@ -65,7 +65,7 @@ def read_part(
         )
     start, stop = part_of(input_ids.shape[1], math.lcm(*blocks), rank, size)
     cache = LexCache(model.config)
-    cache.layers = [_HandedOver(block, group) for block in blocks]
+    cache.layers = [_HandedOver(layer.block, group, layer.origin) for layer in cache.layers]
     if start:
         config = model.config
         heads, width = config.num_attention_heads, config.head_dim
@@ -81,8 +81,8 @@ class _HandedOver(LexCacheLayer):
 
     takes_chunks = False  # the block that is handed over is the last of all
 
-    def __init__(self, block: int, group: dist.ProcessGroup | None) -> None:
-        super().__init__(block)
+    def __init__(self, block: int, group: dist.ProcessGroup | None, origin: Origin) -> None:
+        super().__init__(block, origin)
         self.group = group
         self.is_waiting = True
 
