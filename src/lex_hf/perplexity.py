@@ -29,18 +29,17 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from accelerate import PartialState
-from accelerate.utils import find_executable_batch_size, gather_object, get_cpu_distributed_information
-from safetensors import SafetensorError
+from accelerate.utils import find_executable_batch_size, gather_object
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
 from lex_hf.comparison import CONFIDENCE_LEVEL, bootstrap_interval
+from lex_hf.loading import join_processes
+from lex_hf.loading import load_for_evaluation as load_for_evaluation  # part of this module's interface
 from lex_hf.modes import evaluating
 
 DEFAULT_LENGTH = 1024
-# What decides where files come from must hold for the tokenizer as it does for the model.
-_HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "token")
 _LOGITS_AT_ONCE = 4096  # tokens
 _LARGEST_BATCH = 64  # where the search for a batch size begins
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # in a config: where and with what it was saved
@@ -328,53 +327,13 @@ def compute_perplexity(
     documents = _encode(tokenizer, texts, add_start_token, max_length)
     _check_vocabulary(model, documents)
     windows = _cut(documents, PROTOCOLS[protocol], length, options)
-    _join_processes(model.device)
+    join_processes(model.device)
     settings = {"protocol": protocol, "length": length, **options}
     store = None if records is None else _Records(Path(records), {**settings, "model": _fingerprint(model)})
     with evaluating(model), torch.inference_mode():
         finished = list(_measure(model, documents, windows, batch_size, options.get("contexts"), store, progress))
     outcomes = dict(gather_object(finished))
     return _summarise(documents, [outcomes[index] for index in range(len(documents))], protocol, length, options)
-
-
-def load_for_evaluation(
-    model_id: str,
-    *,
-    device: str | torch.device | None = None,
-    dtype: str | torch.dtype | None = None,
-    trust_remote_code: bool = False,
-    **model_kwargs: Any,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model and its tokenizer with the Auto classes.
-
-    Args:
-        model_id: Folder or Hub id that holds both.
-        device: Where to put the model; `None` means a CUDA device if there is one, else the CPU. `"gpu"` is
-            another word for `"cuda"`.
-        dtype: Dtype of the weights, or its name; `None` keeps that of the checkpoint.
-        trust_remote_code: Whether code that comes with the model may run.
-        **model_kwargs: Passed to `AutoModelForCausalLM.from_pretrained`, as `attention_pattern="full"`.
-
-    Returns:
-        The model, in evaluation mode, and the tokenizer.
-
-    Raises:
-        ValueError: If there is no such model or tokenizer, it cannot be read, or the device or the dtype is
-            unknown.
-    """
-    placement = _device(device)
-    _join_processes(placement)
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not (dtype in (None, "auto") or isinstance(named, torch.dtype)):
-        raise ValueError(f"dtype = {dtype!r}: it must be a dtype of torch, for example 'float32' or 'bfloat16'.")
-    hub = {name: model_kwargs[name] for name in _HUB_OPTIONS if name in model_kwargs}
-    with _explained(model_id, "a tokenizer (tokenizer.json, tokenizer_config.json)"):
-        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code, **hub)
-    with _explained(model_id, "a causal language model (config.json, model.safetensors or its shards)"):
-        model = AutoModelForCausalLM.from_pretrained(
-            model_id, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
-        )
-    return model.to(placement).eval(), tokenizer
 
 
 def score_windows(
@@ -519,14 +478,6 @@ def _measure(
             else:
                 bar.update(sum(window.scored for window in cut))
             yield index, outcome
-
-
-def _join_processes(device: torch.device) -> None:
-    """Take this process's place among those of a launcher, if there is one; "cuda" is then a GPU of its own."""
-    # Told nothing, accelerate overlooks processes without accelerators. It asks for the device once and for all, so a
-    # process by itself is left as it is.
-    several = get_cpu_distributed_information().world_size > 1
-    PartialState(cpu=several and device.type == "cpu")
 
 
 def _progress_bar(windows: Mapping[int, Sequence[Window]], *, shown: bool) -> Any:
@@ -845,24 +796,3 @@ def _cut(
         except ValueError as error:
             raise ValueError(f"Text {index} (counted from 0): {error}") from error
     return windows
-
-
-@contextmanager
-def _explained(model_id: str, wanted: str) -> Iterator[None]:
-    """Say what was looked for when a folder or a Hub repository does not hold it."""
-    try:
-        yield
-    except (OSError, TypeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{model_id!r} was searched for {wanted}, without success: {error}") from error
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        placement = torch.device("cuda" if device == "gpu" else device)
-    except RuntimeError as error:
-        raise ValueError(f"device = {device!r}: it must be a device of torch, as 'cpu' or 'cuda:1'.") from error
-    if placement.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device = {device!r}: torch finds no CUDA device here; use 'cpu'.")
-    return placement
