@@ -14,9 +14,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 import lex_hf
+import lex_hf.loading
 from lex_hf import LexForSequenceClassification
 from lex_hf.cli import app
-from lex_hf.loading import load_for_evaluation, load_whole
+from lex_hf.loading import check_checkpoint, load_for_evaluation
 from lex_hf.tokenization import byte_tokenizer
 
 TEXT = "A block sees itself and the one before. " * 4
@@ -135,11 +136,24 @@ def test_other_models_may_hold_more(tmp_path: Path) -> None:
         load_for_evaluation(str(tmp_path), device="cpu")
 
 
-def test_names_and_shapes_alone_take_no_memory(renamed: Path, tmp_path: Path) -> None:
-    whole = load_whole(lex_hf.LexForCausalLM, str(save_model(tmp_path / "whole")), device_map="meta")
-    assert {parameter.device.type for parameter in whole.parameters()} == {"meta"}
+def test_names_and_shapes_alone_take_no_memory(
+    renamed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path / "whole")
+    devices = set()
+    check_names = lex_hf.loading._check_names
+
+    def note(model: torch.nn.Module, *rest: Any) -> None:
+        devices.update(parameter.device.type for parameter in model.parameters())
+        check_names(model, *rest)
+
+    monkeypatch.setattr("lex_hf.loading._check_names", note)
+    capfd.readouterr()
+    check_checkpoint(lex_hf.LexForCausalLM, str(tmp_path / "whole"))
+    assert capfd.readouterr().err == ""  # no bar: nothing is loaded
     with pytest.raises(ValueError, match="lacks 1 of the weights"):
-        load_whole(lex_hf.LexForCausalLM, str(renamed), device_map="meta")
+        check_checkpoint(lex_hf.LexForCausalLM, str(renamed))
+    assert devices == {"meta"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,12 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import get_cpu_distributed_information
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import get_logger
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    get_logger,
+    is_progress_bar_enabled,
+)
 
 logger = get_logger(__name__)
 
@@ -67,8 +72,7 @@ def load_whole(model_class: Any, model_id: str, **options: Any) -> PreTrainedMod
     Args:
         model_class: A model class or an Auto class of transformers.
         model_id: Folder or Hub id.
-        options: Passed to `from_pretrained`. With `device_map="meta"` only names and shapes are compared, which takes
-            neither time nor memory.
+        options: Passed to `from_pretrained`.
 
     Returns:
         The model.
@@ -85,6 +89,26 @@ def load_whole(model_class: Any, model_id: str, **options: Any) -> PreTrainedMod
     _check_shapes(model_id, found["mismatched_keys"])
     _check_names(model, model_id, found["missing_keys"], found["unexpected_keys"])
     return model
+
+
+def check_checkpoint(model_class: Any, model_id: str, **options: Any) -> None:
+    """Check what [`load_whole`] checks, by the names and shapes of the weights alone: in no time and no memory.
+
+    Args:
+        model_class: A model class or an Auto class of transformers.
+        model_id: Folder or Hub id.
+        options: Passed to `from_pretrained`.
+
+    Raises:
+        ValueError: As of [`load_whole`].
+    """
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        load_whole(model_class, model_id, device_map="meta", **options)
+    finally:
+        if shown:
+            enable_progress_bar()
 
 
 def join_processes(device: torch.device) -> None:
