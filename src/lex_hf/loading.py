@@ -7,6 +7,7 @@ another model.
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def load_for_evaluation(
     if not (dtype in (None, "auto") or isinstance(named, torch.dtype)):
         raise ValueError(f"dtype = {dtype!r}: it must be a dtype of torch, for example 'float32' or 'bfloat16'.")
     hub = {name: model_kwargs[name] for name in _HUB_OPTIONS if name in model_kwargs}
-    with _explained(model_id, "a tokenizer (tokenizer.json, tokenizer_config.json)"):
+    with explained(model_id, "a tokenizer (tokenizer.json, tokenizer_config.json)"):
         tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code, **hub)
     model = load_whole(
         AutoModelForCausalLM, model_id, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
@@ -81,7 +82,7 @@ def load_whole(model_class: Any, model_id: str, **options: Any) -> PreTrainedMod
         ValueError: If there is no such model, it cannot be read, or weights are missing or of another shape; of a
             LEX model also if there are weights that it does not have. The message names some of them.
     """
-    with _explained(model_id, "a causal language model (config.json, model.safetensors or its shards)"), _no_table():
+    with explained(model_id, "a causal language model (config.json, model.safetensors or its shards)"), _no_table():
         # Otherwise the shapes would be in the table only.
         model, found = model_class.from_pretrained(
             model_id, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -153,13 +154,22 @@ def _some(names: list[str]) -> str:
 
 
 @contextmanager
-def _explained(model_id: str, wanted: str) -> Iterator[None]:
+def explained(model_id: str, wanted: str) -> Iterator[None]:
     """Say what was looked for when a folder or a Hub repository does not hold it."""
     try:
         yield
     except Exception as error:  # damaged files make the libraries raise anything, tokenizers bare Exceptions
-        detail = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{model_id!r} was searched for {wanted}, without success: {detail}") from error
+        raise ValueError(f"{model_id!r} was searched for {wanted}, without success: {plain(error)}") from error
+
+
+def plain(error: BaseException) -> str:
+    """What an error of a library says, in one line."""
+    if isinstance(error, UnpicklingError):  # torch recommends to let the pickle run its code
+        return (
+            "a file is neither safetensors nor what torch.save makes of tensors alone. Other pickles are not loaded, "
+            "because they can run code: save the weights as safetensors"
+        )
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextmanager
