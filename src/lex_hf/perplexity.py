@@ -26,15 +26,18 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import PartialState
 from accelerate.utils import find_executable_batch_size, gather_object
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
 from lex_hf.comparison import CONFIDENCE_LEVEL, bootstrap_interval
+from lex_hf.data import tokenize
 from lex_hf.loading import join_processes
 from lex_hf.loading import load_for_evaluation as load_for_evaluation  # part of this module's interface
 from lex_hf.modes import evaluating
@@ -689,10 +692,9 @@ def _encode(
         )
     start = [tokenizer.bos_token_id] if add_start_token else []
     room = None if max_length is None else max_length - len(start)
-    encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     return [
         _document(tokenizer, index, text, start, ids, room)
-        for index, (text, ids) in enumerate(zip(texts, encoded, strict=True))
+        for index, (text, ids) in enumerate(zip(texts, tokenize(texts, tokenizer), strict=True))
     ]
 
 
@@ -701,19 +703,20 @@ def _document(
     index: int,
     text: str,
     start: list[int],
-    ids: list[int],
+    ids: NDArray[np.int32],
     room: int | None,
 ) -> _Document:
     """Keep `room` tokens of one text; the bytes counted are those of the tokens kept."""
     kept = ids[:room]
-    if len(start + kept) < 2:
+    tokens = torch.cat([torch.tensor(start, dtype=torch.long), torch.from_numpy(kept)])
+    if len(tokens) < 2:
         raise ValueError(
-            f"Text {index} (counted from 0), {text[:40]!r}, gives the tokens {start + kept}; the first is "
+            f"Text {index} (counted from 0), {text[:40]!r}, gives the tokens {tokens.tolist()}; the first is "
             "not scored, so at least 2 are needed. Leave the text out, or check the tokenizer."
         )
     read = text if len(kept) == len(ids) else tokenizer.decode(kept, clean_up_tokenization_spaces=False)
     content = read.encode()
-    return _Document(torch.tensor(start + kept), len(content), hashlib.sha256(content).hexdigest())
+    return _Document(tokens, len(content), hashlib.sha256(content).hexdigest())
 
 
 def _check_texts(texts: Sequence[str]) -> None:

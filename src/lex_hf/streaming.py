@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from lex_hf.data import Packer, tokenize, too_few_tokens
+from lex_hf.data import Packer, tokenize_in_pieces, too_few_tokens
 
-_CHARACTERS_AT_ONCE = 1_000_000  # what is tokenised together: enough to keep all cores busy
+_CHARACTERS_AT_ONCE = 1_000_000  # what is read together
+_Pieces = list[tuple[NDArray[np.int32], bool]]
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
             raise ValueError("A stream is read in the process that trains: set dataloader_num_workers = 0.")
         mark = self._marks[0]
         self._marks = deque([mark])
-        self.packer.tokens, self.packer.starts = np.array(mark.tokens, np.int32), np.array(mark.starts, bool)
+        self.packer.resume(mark.tokens, mark.starts)
         batches, skip = self._batches(mark.source), self.consumed - mark.examples
         while True:
             block = self._block(batches, mark.block)
@@ -128,28 +129,31 @@ class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
         source = self.documents.state_dict() or {}
         return _Mark(examples, block, source, self.packer.tokens.tolist(), self.packer.starts.tolist())
 
-    def _block(self, batches: Iterator[list[list[int]]], number: int) -> dict[str, NDArray[np.int32]]:
+    def _block(self, batches: Iterator[Iterator[_Pieces]], number: int) -> dict[str, list[NDArray[np.int32]]]:
         """Make the next examples, at least `shuffle_buffer` of them, in the order of training."""
         size = self.settings["shuffle_buffer"]
         parts: list[dict[str, NDArray[np.int32]]] = []
         while sum(len(part["input_ids"]) for part in parts) < size:
-            parts.append(self.packer({"input_ids": next(batches)}))
-        block = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            parts += map(self.packer, next(batches))
+        block = {name: [row for part in parts for row in part[name]] for name in parts[0]}  # no copies
         if size == 1:
             return block
         order = np.random.default_rng([self.settings["seed"], number]).permutation(len(block["input_ids"]))
-        return {name: rows[order] for name, rows in block.items()}
+        return {name: [rows[index] for index in order] for name, rows in block.items()}
 
-    def _batches(self, source: dict[str, Any]) -> Iterator[list[list[int]]]:
-        """Yield tokenised documents, some at a time, from a place on and then from the first on, for ever."""
+    def _batches(self, source: dict[str, Any]) -> Iterator[Iterator[_Pieces]]:
+        """Yield tokenised documents, some at a time, from a place on and then from the first on, for ever.
+
+        What is yielded must be read to its end before the next.
+        """
         is_whole = not source
         while True:
             self.documents.load_state_dict(source)
-            documents = tokens = 0
+            documents, before = 0, self.packer.count
             for texts in _batched(document["text"] for document in self.documents):
-                batch = tokenize(texts, self.tokenizer)
-                documents, tokens = documents + len(batch), tokens + sum(len(ids) + 1 for ids in batch)
-                yield batch
+                documents += len(texts)
+                yield tokenize_in_pieces(texts, self.tokenizer)
+            tokens = self.packer.count - before
             if is_whole and tokens < self.packer.length:
                 raise too_few_tokens(self.packer.length, documents, tokens)
             source, is_whole = {}, True
