@@ -177,7 +177,7 @@ def _places_to_cut(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None
     ):
         return None
     if splits["use_regex"]:  # that of GPT-2: a space before a letter begins a word
-        return re.compile(r"(?<=[A-Za-z])(?= [A-Za-z])")
+        return re.compile(r"(?= [A-Za-z])")
     joins = ("merges", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges", "dropout")
     return None if any(model.get(name) for name in joins) else re.compile("")
 
