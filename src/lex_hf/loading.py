@@ -47,7 +47,7 @@ def load_for_evaluation(
         ValueError: If there is no such model or tokenizer, it cannot be read, its weights are not those of the
             model (see [`load_whole`]), or the device or the dtype is unknown.
     """
-    placement = _device(device)
+    placement = find_device(device)
     join_processes(placement)
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not (dtype in (None, "auto") or isinstance(named, torch.dtype)):
@@ -153,13 +153,29 @@ def _no_table() -> Iterator[None]:
         report.removeFilter(passes)
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def find_device(device: str | torch.device | None) -> torch.device:
+    """Return a device that models can run on.
+
+    Args:
+        device: Its name; `None` means a CUDA device if there is one, else the CPU. `"gpu"` is another word for
+            `"cuda"`.
+
+    Raises:
+        ValueError: If torch knows no such device, or does not find it here.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         placement = torch.device("cuda" if device == "gpu" else device)
+        backend = torch.get_device_module(placement.type)  # "meta" has none: nothing is computed there
     except RuntimeError as error:
-        raise ValueError(f"device = {device!r}: it must be a device of torch, as 'cpu' or 'cuda:1'.") from error
-    if placement.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device = {device!r}: torch finds no CUDA device here; use 'cpu'.")
+        raise ValueError(f"device = {str(device)!r}: it must be a device of torch, as 'cpu' or 'cuda:1'.") from error
+    count = backend.device_count() if backend.is_available() else 0
+    if count == 0:
+        raise ValueError(f"device = {str(device)!r}: torch finds no {placement.type.upper()} device here; use 'cpu'.")
+    if (placement.index or 0) >= count:
+        raise ValueError(
+            f"device = {str(device)!r}: torch finds {count} {placement.type.upper()} device{'s' * (count > 1)} here, "
+            f"counted from 0; use '{placement.type}:0'."
+        )
     return placement

@@ -45,6 +45,8 @@ def check_folder(path: Path, name: str) -> None:
         ValueError: If the path, or the first part of it that exists, is no folder or cannot be written to.
     """
     with _explained(path, name):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"{name} {path} is a symbolic link to a folder that is not there; choose another path.")
         existing = Path(os.path.realpath(path))
         while not existing.exists() and existing != existing.parent:
             existing = existing.parent
@@ -78,6 +80,19 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text in UTF-8; see [`whole_file`]."""
     with whole_file(path) as place, place.open("w", encoding="utf-8", newline="") as file:
         file.write(text)
+
+
+def read_json(path: str | Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If it is not JSON in UTF-8; the message names it.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from error
 
 
 def to_json(value: Any, **options: Any) -> str:
