@@ -78,8 +78,7 @@ def test_the_command_measures_and_renders(folder: Path) -> None:
         "Perplexity at 256 tokens",
     }
 
-    (folder / "README.md").write_text("typed by hand")
-    assert CliRunner().invoke(app, ["card", str(folder)]).exit_code == 0
+    assert CliRunner().invoke(app, ["card", str(folder)]).exit_code == 0  # its own card may be replaced
     assert (folder / "README.md").read_text() == text
 
 

@@ -1,4 +1,7 @@
-"""Ctrl-C while the command line still imports its libraries, which takes seconds, ends it without a traceback."""
+"""Ctrl-C while the command line still imports its libraries, which takes seconds, ends it without a traceback.
+
+Importing this module is what does it; `raise_again` ends it.
+"""
 
 import os
 import signal
@@ -6,14 +9,8 @@ import sys
 from pathlib import Path
 
 
-def end_at_once() -> None:
-    """Let Ctrl-C end the process, if it is the command line; there is nothing to finish or to clean up yet."""
-    if _is_command_line() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, _exit)
-
-
 def raise_again() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt, as Python does, after [`end_at_once`]."""
+    """Let Ctrl-C raise KeyboardInterrupt, as Python does."""
     if signal.getsignal(signal.SIGINT) is _exit:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -27,3 +24,12 @@ def _is_command_line() -> bool:
 
 def _exit(*_: object) -> None:
     os._exit(130)
+
+
+def _end_at_once() -> None:
+    """Let Ctrl-C end the process, if it is the command line; there is nothing to finish or to clean up yet."""
+    if _is_command_line() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _exit)
+
+
+_end_at_once()

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -55,6 +56,22 @@ def check_folder(path: Path, name: str) -> None:
         _check_writable(existing, path, name)
 
 
+def check_new_folder(path: Path, name: str) -> None:
+    """Check, before any work, that a folder is new or empty and that files can be written into it.
+
+    Args:
+        path: The folder.
+        name: What the user calls it, e.g. `--output`.
+
+    Raises:
+        ValueError: If not.
+    """
+    check_folder(path, name)
+    with _explained(path, name):
+        if path.is_dir() and any(path.iterdir()):
+            raise ValueError(f"{name} {path} exists and is not empty: choose another folder.")
+
+
 @contextlib.contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
     """Yield a path to write to; what was written there becomes `path` if the block ends without an error.
@@ -76,9 +93,31 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def whole_folder(path: str | Path) -> Iterator[Path]:
+    """Yield a folder to write to; what was written there is in the folder `path` if the block ends without an error.
+
+    Args:
+        path: A folder that is new or empty; see [`check_new_folder`].
+    """
+    target = Path(os.path.realpath(path))
+    is_there = target.is_dir()  # it may be the current one or a mount, which cannot be replaced
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = (target if is_there else target.parent) / f".{target.name[:200]}.{os.getpid()}.partial"
+    partial.mkdir()
+    try:
+        yield partial
+        if not is_there:
+            partial.replace(target)
+        for each in list(partial.iterdir()) if is_there else ():
+            each.replace(target / each.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text in UTF-8; see [`whole_file`]."""
-    with whole_file(path) as place, place.open("w", encoding="utf-8", newline="") as file:
+    """Write a text in UTF-8; see [`whole_file`]. Bytes of file names that are not UTF-8 become escapes."""
+    with whole_file(path) as place, place.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         file.write(text)
 
 

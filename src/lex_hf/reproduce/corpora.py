@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lex_hf.data import load_documents
+from lex_hf.records import whole_folder
 from lex_hf.tiny import standard_library
 from lex_hf.tokenization import byte_tokenizer, train_tokenizer
 
@@ -93,9 +94,8 @@ def load_tokenizer(specification: str, training: Texts, folder: Path) -> PreTrai
     place = folder / f"bpe-{bpe_size(specification)}-{key}"
     if not place.is_dir():
         tokenizer = train_tokenizer(training.documents["text"], bpe_size(specification))
-        partial = place.with_name(f"{place.name}.partial")
-        tokenizer.save_pretrained(partial)
-        partial.replace(place)
+        with whole_folder(place) as partial:
+            tokenizer.save_pretrained(partial)
     return AutoTokenizer.from_pretrained(place)
 
 
