@@ -435,21 +435,22 @@ def evaluate(
     Under torchrun or accelerate launch the texts are shared out between the processes.
     """
     from lex_hf.data import load_documents
-    from lex_hf.perplexity import compute_perplexity, load_for_evaluation
+    from lex_hf.perplexity import compute_perplexity, load_for_evaluation, protocol_options
 
     with _session(as_json) as console:
         _check_plot(plot, length)
         _check_files(files, csv=csv, plot=plot, records=records)
         _check_records(records)
         size = _batch_size(batch_size)
+        for each in length or ():
+            protocol_options(protocol, each, stride=stride, contexts=contexts)
         texts = list(load_documents(files, text_field=text_field)["text"])
         lex, words = load_for_evaluation(
             model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **_pattern(attention_pattern)
         )
         known = None if plot is None else _known_length(model, lex.config)
-        lengths: list[int | None] = [*length] if length else [None]
-        results = [
-            compute_perplexity(
+        results_by_length = {
+            each: compute_perplexity(
                 lex,
                 words,
                 texts,
@@ -461,8 +462,9 @@ def evaluate(
                 add_start_token=start_token,
                 records=records,
             )
-            for each in lengths
-        ]
+            for each in (sorted(set(length), reverse=True) if length else [None])  # what is too long fails first
+        }
+        results = [results_by_length[each] for each in length] if length else [*results_by_length.values()]
         if not _is_main_process():
             return
         rows = [row for result in results for row in _perplexity_rows(result)]
@@ -506,6 +508,7 @@ def compare(
     """Compare two models on the same texts, paired by text: t-test, bootstrap interval, ratio of perplexities."""
     from lex_hf import comparison
     from lex_hf.data import load_documents
+    from lex_hf.loading import check_model
     from lex_hf.perplexity import compute_perplexity, load_for_evaluation
 
     with _session(as_json) as console:
@@ -514,6 +517,8 @@ def compare(
         _check_records(records)
         size = _batch_size(batch_size)
         texts = list(load_documents(files, text_field=text_field)["text"])
+        comparison.check_pairs(len(texts))
+        check_model(model_b, trust_remote_code=trust_remote_code, **_pattern(patterns[1]))  # before A is measured
         results: list[Any] = []
         for model, pattern in zip((model_a, model_b), patterns, strict=True):
             lex, words = load_for_evaluation(
@@ -531,16 +536,17 @@ def compare(
                 records=records,
             )
             results.append(result)
-        paired = comparison.compare(*results)
-        if not _is_main_process():
-            return
-    if as_json:
-        both = dict(zip("ab", (result.to_dict() for result in results), strict=True))
-        _print_json({**paired.to_dict(), **both})
+    if not _is_main_process():
         return
+    both = dict(zip("ab", (result.to_dict() for result in results), strict=True))
     rows = [{"model": name} | _perplexity_rows(result)[-1] for name, result in zip("AB", results, strict=True)]
-    console.print(_perplexity_table(f"A: {model_a}, B: {model_b}: {len(texts)} texts, {protocol}", rows))
-    _print_comparison(console, paired)
+    if not as_json:  # also if they do not compare, as with different tokenizers
+        console.print(_perplexity_table(f"A: {model_a}, B: {model_b}: {len(texts)} texts, {protocol}", rows))
+    paired = comparison.compare(*results)
+    if as_json:
+        _print_json({**paired.to_dict(), **both})
+    else:
+        _print_comparison(console, paired)
 
 
 Length = Annotated[int, typer.Option(min=2, help="Tokens of a segment.")]
@@ -574,6 +580,7 @@ def resolution(
     from lex_hf.resolution import attention_resolution, measure_resolution
 
     with _session(as_json) as console:
+        _check_patterns(attention_pattern)
         _check_measurements(output, "resolution", *(f"curves-{name}" for name in attention_pattern or ()))
         attention_resolution(torch.tensor([1.0, 0.0]), reading=cast(Any, reading))  # fails before any work
         results = {
@@ -618,6 +625,7 @@ def receptive_field(
     from lex_hf.receptive_field import receptive_field as measure
 
     with _session(as_json) as console:
+        _check_patterns(attention_pattern)
         _check_measurements(output, "receptive-field")
         results = {
             name: measure(lex, ids, threshold=threshold, batch_size=batch_size)
@@ -664,14 +672,17 @@ def generate(
         inputs = _prompt(beginning, words).to(lex.device)
         set_seed(seed)
         sampling = {} if greedy else {"temperature": temperature, "top_p": top_p}
-        output = lex.generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            do_sample=not greedy,
-            streamer=None if as_json else TextStreamer(words),
-            return_dict_in_generate=True,
-            **sampling,
-        )
+        try:
+            output = lex.generate(
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                do_sample=not greedy,
+                streamer=None if as_json else TextStreamer(words),
+                return_dict_in_generate=True,
+                **sampling,
+            )
+        except IndexError as error:  # of models whose positions are a table
+            raise ValueError(f"{model} cannot read so many tokens ({error}): choose fewer.") from error
     if as_json:
         tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
         _print_json({"text": words.decode(tokens), "tokens": tokens})
@@ -931,6 +942,14 @@ def _plot_perplexity(path: Path, model: str, known: int, results: list[Any]) -> 
     bands = {model: intervals} if intervals else None  # of a single text there are none
     title = f"{model}, {results[0].protocol}"
     plots.save(plots.perplexity_by_length({model: curve}, known, title=title, intervals=bands), path)
+
+
+def _check_patterns(names: list[str] | None) -> None:
+    from lex_hf.configuration_lex import ATTENTION_PATTERNS
+
+    for name in names or ():
+        if name not in ATTENTION_PATTERNS:
+            raise ValueError(f"attention_pattern = {name!r}: it must be one of {', '.join(ATTENTION_PATTERNS)}.")
 
 
 def _models_and_segments(

@@ -5,7 +5,7 @@ another model.
 """
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -52,13 +52,19 @@ def load_for_evaluation(
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not (dtype in (None, "auto") or isinstance(named, torch.dtype)):
         raise ValueError(f"dtype = {dtype!r}: it must be a dtype of torch, for example 'float32' or 'bfloat16'.")
-    hub = {name: model_kwargs[name] for name in _HUB_OPTIONS if name in model_kwargs}
-    with _explained(model_id, "a tokenizer (tokenizer.json, tokenizer_config.json)"):
-        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code, **hub)
+    tokenizer = _load_tokenizer(model_id, trust_remote_code, model_kwargs)
     model = load_whole(
         AutoModelForCausalLM, model_id, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
     )
     return model.to(placement).eval(), tokenizer
+
+
+def _load_tokenizer(
+    model_id: str, trust_remote_code: bool, model_kwargs: Mapping[str, Any]
+) -> PreTrainedTokenizerBase:
+    hub = {name: model_kwargs[name] for name in _HUB_OPTIONS if name in model_kwargs}
+    with _explained(model_id, "a tokenizer (tokenizer.json, tokenizer_config.json)"):
+        return AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code, **hub)
 
 
 def load_whole(model_class: Any, model_id: str, **options: Any) -> PreTrainedModel:
@@ -85,6 +91,21 @@ def load_whole(model_class: Any, model_id: str, **options: Any) -> PreTrainedMod
     _check_shapes(model_id, found["mismatched_keys"])
     _check_names(model, model_id, found["missing_keys"], found["unexpected_keys"])
     return model
+
+
+def check_model(model_id: str, *, trust_remote_code: bool = False, **model_kwargs: Any) -> None:
+    """Check that [`load_for_evaluation`] would load a model and its tokenizer, which takes neither time nor memory.
+
+    Args:
+        model_id: As of [`load_for_evaluation`].
+        trust_remote_code: The same.
+        **model_kwargs: The same.
+
+    Raises:
+        ValueError: If not.
+    """
+    _load_tokenizer(model_id, trust_remote_code, model_kwargs)
+    load_whole(AutoModelForCausalLM, model_id, device_map="meta", trust_remote_code=trust_remote_code, **model_kwargs)
 
 
 def join_processes(device: torch.device) -> None:

@@ -323,7 +323,7 @@ def compute_perplexity(
         length = getattr(model.config, "training_length", DEFAULT_LENGTH)
     _require_at_least(1, length=length)
     check_batch_size(batch_size)
-    options = _protocol_options(protocol, length, {"stride": stride, "contexts": contexts})
+    options = protocol_options(protocol, length, stride=stride, contexts=contexts)
     documents = _encode(tokenizer, texts, add_start_token, max_length)
     _check_vocabulary(model, documents)
     windows = _cut(documents, PROTOCOLS[protocol], length, options)
@@ -759,8 +759,20 @@ def check_batch_size(batch_size: int | str) -> None:
         raise ValueError(f"batch_size = {batch_size!r}: it must be a whole number of at least 1, or 'auto'.")
 
 
-def _protocol_options(protocol: str, length: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check a protocol's name and the options given (`None`: not given), and fill in those that were not."""
+def protocol_options(protocol: str, length: int, **given: Any) -> dict[str, Any]:
+    """Check a protocol's name and its options, and fill in those that were not given.
+
+    Args:
+        protocol: Its name.
+        length: Length of its segments, windows or chunks in tokens.
+        given: Options by name; `None` if not given.
+
+    Returns:
+        The options that the protocol has.
+
+    Raises:
+        ValueError: If there is no such protocol, it has no such option, or a number is out of range.
+    """
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol = {protocol!r}: it must be one of {', '.join(PROTOCOLS)}.")
     parameters = inspect.signature(PROTOCOLS[protocol]).parameters.values()
