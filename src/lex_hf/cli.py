@@ -517,8 +517,9 @@ def compare(
         _check_records(records)
         size = _batch_size(batch_size)
         texts = list(load_documents(files, text_field=text_field)["text"])
+        for model, pattern in zip((model_a, model_b), patterns, strict=True):  # both, before one is measured
+            check_model(model, trust_remote_code=trust_remote_code, **_pattern(pattern))
         comparison.check_pairs(len(texts))
-        check_model(model_b, trust_remote_code=trust_remote_code, **_pattern(patterns[1]))  # before A is measured
         results: list[Any] = []
         for model, pattern in zip((model_a, model_b), patterns, strict=True):
             lex, words = load_for_evaluation(
