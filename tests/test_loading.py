@@ -1,6 +1,8 @@
 """Checkpoints that are not what they seem: weights that are missing, renamed or of another shape, damaged files."""
 
+import importlib
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 import lex_hf
+import lex_hf.loading
 from lex_hf import LexForSequenceClassification
 from lex_hf.cli import app
-from lex_hf.loading import load_for_evaluation, load_whole
+from lex_hf.lm_eval_tasks import documents
+from lex_hf.loading import check_checkpoint, load_for_evaluation
 from lex_hf.tokenization import byte_tokenizer
 
 TEXT = "A block sees itself and the one before. " * 4
@@ -135,11 +139,24 @@ def test_other_models_may_hold_more(tmp_path: Path) -> None:
         load_for_evaluation(str(tmp_path), device="cpu")
 
 
-def test_names_and_shapes_alone_take_no_memory(renamed: Path, tmp_path: Path) -> None:
-    whole = load_whole(lex_hf.LexForCausalLM, str(save_model(tmp_path / "whole")), device_map="meta")
-    assert {parameter.device.type for parameter in whole.parameters()} == {"meta"}
+def test_names_and_shapes_alone_take_no_memory(
+    renamed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    save_model(tmp_path / "whole")
+    devices = set()
+    check_names = lex_hf.loading._check_names
+
+    def note(model: torch.nn.Module, *rest: Any) -> None:
+        devices.update(parameter.device.type for parameter in model.parameters())
+        check_names(model, *rest)
+
+    monkeypatch.setattr("lex_hf.loading._check_names", note)
+    capfd.readouterr()
+    check_checkpoint(lex_hf.LexForCausalLM, str(tmp_path / "whole"))
+    assert capfd.readouterr().err == ""  # no bar: nothing is loaded
     with pytest.raises(ValueError, match="lacks 1 of the weights"):
-        load_whole(lex_hf.LexForCausalLM, str(renamed), device_map="meta")
+        check_checkpoint(lex_hf.LexForCausalLM, str(renamed))
+    assert devices == {"meta"}
 
 
 @pytest.mark.parametrize(
@@ -197,3 +214,45 @@ def test_damaged_files(folder: Path, name: str, content: bytes) -> None:
     with pytest.raises(ValueError, match=r"was searched for .*, without success: ") as caught:
         load_for_evaluation(str(folder), device="cpu")
     assert "\n" not in str(caught.value)
+
+
+def test_pickles_are_not_recommended(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({UP: Path()}, protocol=2))
+    with pytest.raises(ValueError, match="Other pickles are not loaded, because they can run code") as caught:
+        load_for_evaluation(str(folder), device="cpu")
+    assert "weights_only" not in str(caught.value)
+
+
+def test_serve_refuses(renamed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manager = importlib.import_module("transformers.cli.serving.model_manager")
+    # Set here to be taken back after the test.
+    monkeypatch.setattr(manager.transformers, "LexForCausalLM", None, raising=False)
+    monkeypatch.setattr(manager.ModelManager, "get_gen_models", None)
+    monkeypatch.setattr("lex_hf.serve.is_serve_available", lambda: True)
+    started: list[str] = []
+
+    def server(force_model: str, host: str = "", port: int = 0) -> None:
+        started.append(force_model)
+
+    monkeypatch.setattr("transformers.cli.serve.Serve", server)
+    result = CliRunner().invoke(app, ["serve", str(renamed)])
+    assert result.exit_code == 1
+    assert "lacks 1 of the weights of LexForCausalLM" in " ".join(result.stderr.split())
+    for name, content in (("tokenizer.json", "{}"), ("config.json", "[]")):
+        (renamed / name).write_text(content)
+        result = CliRunner().invoke(app, ["serve", str(renamed)])
+        assert result.exit_code == 1
+        assert "is not a folder or Hub id of a model with its tokenizer: " in " ".join(result.stderr.split())
+    assert not started
+
+
+def test_the_task_for_the_harness_refuses(renamed: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    with pytest.raises(ValueError, match="lacks 1 of the weights of LexForCausalLM"):
+        documents.load(str(text), pretrained=str(renamed))
+    whole = save_model(tmp_path / "whole")
+    assert documents.load(str(text), pretrained=str(whole))["test"]["text"] == [TEXT]
+    (whole / "config.json").write_text('{"model_type": "of another package"}')
+    assert documents.load(str(text), pretrained=str(whole))["test"]["text"] == [TEXT]

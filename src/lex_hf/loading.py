@@ -7,13 +7,19 @@ another model.
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import get_cpu_distributed_information
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import get_logger
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    get_logger,
+    is_progress_bar_enabled,
+)
 
 logger = get_logger(__name__)
 
@@ -63,7 +69,7 @@ def _load_tokenizer(
     model_id: str, trust_remote_code: bool, model_kwargs: Mapping[str, Any]
 ) -> PreTrainedTokenizerBase:
     hub = {name: model_kwargs[name] for name in _HUB_OPTIONS if name in model_kwargs}
-    with _explained(model_id, "a tokenizer (tokenizer.json, tokenizer_config.json)"):
+    with explained(model_id, "a tokenizer (tokenizer.json, tokenizer_config.json)"):
         return AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code, **hub)
 
 
@@ -73,8 +79,7 @@ def load_whole(model_class: Any, model_id: str, **options: Any) -> PreTrainedMod
     Args:
         model_class: A model class or an Auto class of transformers.
         model_id: Folder or Hub id.
-        options: Passed to `from_pretrained`. With `device_map="meta"` only names and shapes are compared, which takes
-            neither time nor memory.
+        options: Passed to `from_pretrained`.
 
     Returns:
         The model.
@@ -83,7 +88,7 @@ def load_whole(model_class: Any, model_id: str, **options: Any) -> PreTrainedMod
         ValueError: If there is no such model, it cannot be read, or weights are missing or of another shape; of a
             LEX model also if there are weights that it does not have. The message names some of them.
     """
-    with _explained(model_id, "a causal language model (config.json, model.safetensors or its shards)"), _no_table():
+    with explained(model_id, "a causal language model (config.json, model.safetensors or its shards)"), _no_table():
         # Otherwise the shapes would be in the table only.
         model, found = model_class.from_pretrained(
             model_id, output_loading_info=True, ignore_mismatched_sizes=True, **options
@@ -105,7 +110,27 @@ def check_model(model_id: str, *, trust_remote_code: bool = False, **model_kwarg
         ValueError: If not.
     """
     _load_tokenizer(model_id, trust_remote_code, model_kwargs)
-    load_whole(AutoModelForCausalLM, model_id, device_map="meta", trust_remote_code=trust_remote_code, **model_kwargs)
+    check_checkpoint(AutoModelForCausalLM, model_id, trust_remote_code=trust_remote_code, **model_kwargs)
+
+
+def check_checkpoint(model_class: Any, model_id: str, **options: Any) -> None:
+    """Check what [`load_whole`] checks, by the names and shapes of the weights alone: in no time and no memory.
+
+    Args:
+        model_class: A model class or an Auto class of transformers.
+        model_id: Folder or Hub id.
+        options: Passed to `from_pretrained`.
+
+    Raises:
+        ValueError: As of [`load_whole`].
+    """
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        load_whole(model_class, model_id, device_map="meta", **options)
+    finally:
+        if shown:
+            enable_progress_bar()
 
 
 def join_processes(device: torch.device) -> None:
@@ -150,13 +175,22 @@ def _some(names: list[str]) -> str:
 
 
 @contextmanager
-def _explained(model_id: str, wanted: str) -> Iterator[None]:
+def explained(model_id: str, wanted: str) -> Iterator[None]:
     """Say what was looked for when a folder or a Hub repository does not hold it."""
     try:
         yield
     except Exception as error:  # damaged files make the libraries raise anything, tokenizers bare Exceptions
-        detail = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{model_id!r} was searched for {wanted}, without success: {detail}") from error
+        raise ValueError(f"{model_id!r} was searched for {wanted}, without success: {plain(error)}") from error
+
+
+def plain(error: BaseException) -> str:
+    """What an error of a library says, in one line."""
+    if isinstance(error, UnpicklingError):  # torch recommends to let the pickle run its code
+        return (
+            "a file is neither safetensors nor what torch.save makes of tensors alone. Other pickles are not loaded, "
+            "because they can run code: save the weights as safetensors"
+        )
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextmanager
