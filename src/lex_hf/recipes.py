@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArgumen
 from lex_hf.configuration_lex import LexConfig
 from lex_hf.estimate import Estimate, estimate
 from lex_hf.tokenization import byte_tokenizer
-from lex_hf.training import training_arguments
+from lex_hf.training import Change, training_arguments
 
 SECTIONS = ("model", "training", "data")
 
@@ -220,15 +220,22 @@ class Recipe:
         """Let `TrainingArguments` check all values but those that ask for abilities of this machine."""
         training_arguments("plan", **(self.training | _OF_MACHINE))
 
-    def to_yaml(self, config: LexConfig | None = None) -> str:
-        """Write the recipe, with all fields of the model if its configuration is given."""
+    def to_yaml(self, config: LexConfig | None = None, changes: Iterable[Change] = ()) -> str:
+        """Write the recipe, with all fields of the model if its configuration is given.
+
+        Args:
+            config: Configuration of the model.
+            changes: What was changed while the training was resumed: for comments at the beginning, since the values
+                of the recipe are those of the last steps.
+        """
         model = self.model
         if config is not None:
             values = config.to_dict()
             model = {name: values[name] for name in _KNOWN["model"] if name in values}
         sections = {"model": model, "training": self.training, "data": dataclasses.asdict(self.data)}
+        comments = [f"# Resumed with changes: {change}.".replace("\n", " ") + "\n" for change in changes]
         text: str = yaml.safe_dump(sections, sort_keys=False, default_flow_style=False)
-        return text
+        return "".join(comments) + text
 
     def _with(self, sections: Mapping[str, dict[str, Any]], where: str) -> "Recipe":
         for section, fields in sections.items():
