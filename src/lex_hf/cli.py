@@ -941,6 +941,7 @@ def _train(
     from transformers import set_seed
 
     from lex_hf import LexForCausalLM, training
+    from lex_hf.estimate import check_memory
     from lex_hf.perplexity import load_for_evaluation
     from lex_hf.records import check_folder, write_text
     from lex_hf.run_folder import RECIPE_NAME, claimed
@@ -956,7 +957,9 @@ def _train(
             lex, words = load_for_evaluation(model, device="cpu")
         else:
             words = plan.tokenizer()
-            lex = LexForCausalLM(plan.config(words))
+            config = plan.config(words)
+            check_memory(config)
+            lex = LexForCausalLM(config)
         length = plan.length(lex.config)
         held_back = None
         if eval_sources:
@@ -1064,12 +1067,6 @@ def _save_folder(folder: Path, *parts: Any) -> None:
     for part in parts:
         part.save_pretrained(partial)
     partial.replace(folder)
-
-
-def _write_text(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils.memory import should_reduce_batch_size
 from datasets import Dataset
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
@@ -255,7 +256,9 @@ def train(
         checkpoint = _checkpoint_to_resume(model, arguments) if resume else None
         if checkpoint is not None:
             record = _resumed(record, checkpoint, dataset, arguments, allow_changes)
-        trainer = _build_trainer(model, tokenizer, dataset, arguments, eval_dataset, record)
+        with _available():
+            trainer = _build_trainer(model, tokenizer, dataset, arguments, eval_dataset, record)
+            Trainer.get_optimizer_cls_and_kwargs(arguments, model)
         on_main_process(arguments, lambda: _begin(arguments, checkpoint, record, on_begin))
         return _run(trainer, checkpoint, record)
 
@@ -278,7 +281,7 @@ def _begin(
 def _run(trainer: Trainer, checkpoint: Path | None, record: RunRecord) -> TrainingResult:
     interruption = _Interruption(trainer.accelerator)
     trainer.add_callback(interruption)
-    with interruption.listening(), contextlib.suppress(_NothingLeft):
+    with interruption.listening(), contextlib.suppress(_NothingLeft), _in_memory(trainer.args):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     state = trainer.state
     if interruption.stopped:
@@ -468,6 +471,29 @@ def _collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]
     if "position_ids" in batch:
         labels[batch["position_ids"] == 0] = IGNORED
     return {**batch, "labels": labels}
+
+
+@contextlib.contextmanager
+def _available() -> Iterator[None]:
+    """Say before the first step what an argument needs, and is not here."""
+    try:
+        yield
+    except (ImportError, RuntimeError, NotImplementedError) as error:
+        raise ValueError(f"An argument asks for what is not here: {error}") from error
+
+
+@contextlib.contextmanager
+def _in_memory(arguments: TrainingArguments) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if not should_reduce_batch_size(error):
+            raise
+        raise ValueError(
+            f"Memory does not suffice for a batch of {arguments.per_device_train_batch_size} examples: set a smaller "
+            "per_device_train_batch_size (with more gradient_accumulation_steps; a recipe sees to that), or "
+            f"activation_checkpointing. ({str(error).splitlines()[0]})"
+        ) from error
 
 
 class _NothingLeft(Exception):  # noqa: N818 - no error: it ends a training that was complete before it began
