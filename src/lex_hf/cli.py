@@ -1,7 +1,6 @@
 """The command line: parse, call one function of the Python API, print."""
 
 import contextlib
-import json
 import math
 import shlex
 import sys
@@ -302,6 +301,13 @@ def train(
     ] = None,
     assignments: Assignments = None,
     resume: Annotated[bool, typer.Option(help="Continue from the last complete checkpoint in the output.")] = False,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(help="Of --resume: a setting that may be other than it was, as learning_rate; several times."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option(help="Replace the model, checkpoints and recipe.yaml in the output; all else is kept.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only tell what it would take: parameters, tokens, memory, FLOPs.")
     ] = False,
@@ -325,7 +331,7 @@ def train(
             told, text = plan.estimate(config, processes), plan.to_yaml(None if model else config)
     if dry_run:
         if as_json:
-            print(json.dumps(told.to_dict() | {"recipe": text}))  # noqa: T201
+            _print_json(told.to_dict() | {"recipe": text})
         elif _is_main_process():
             _print_training_plan(console, plan.name, told, text)
         return
@@ -333,11 +339,12 @@ def train(
         sources = [*(data or []), *(files or [])]
         if output is None or not sources:
             raise ValueError("A training needs texts and a folder: --data FILES --output DIR.")
-        result = _train(console, plan, sources, eval_data or [], output, model, resume=resume)
+        rules = {"resume": resume, "allow_changes": allow_change or [], "overwrite": overwrite}
+        result = _train(console, plan, sources, eval_data or [], output, model, rules)
         if not _is_main_process():
             return
     if as_json:
-        print(json.dumps({**vars(result), "model_folder": str(result.model_folder)}))  # noqa: T201
+        _print_json(result.to_dict())
     else:
         console.print(
             f"{result.steps} steps, {result.tokens} tokens, mean loss {result.train_loss:.4f} nats per token; "
@@ -1067,45 +1074,45 @@ def _train(
     eval_sources: list[str],
     output: Path,
     model: str | None,
-    *,
-    resume: bool,
+    rules: dict[str, Any],
 ) -> Any:
-    """Train as planned, and leave the recipe with the model."""
+    """Train as planned, and leave the recipe with the model; `rules` say what may be resumed or replaced."""
     from transformers import set_seed
 
     from lex_hf import LexForCausalLM, training
+    from lex_hf.estimate import check_memory
     from lex_hf.perplexity import load_for_evaluation
+    from lex_hf.run_folder import RECIPE_NAME, claimed
 
+    check_folder(output, "--output")
     # First: they find the processes of a launcher and their devices, which loading a model would settle otherwise.
     arguments = plan.arguments(output)
-    examples_of = _packing(plan, sources, arguments.seed)
-    set_seed(arguments.seed)
-    if model is not None:
-        lex, words = load_for_evaluation(model, device="cpu")
-    else:
-        words = plan.tokenizer()
-        lex = LexForCausalLM(plan.config(words))
-    length = plan.length(lex.config)
-    held_back = _packing(plan, eval_sources, arguments.seed, in_memory=True)(words, length) if eval_sources else None
-    examples = examples_of(words, length)
-    if arguments.process_index == 0:
-        step = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps * length
-        console.print(
-            f"{plan.name}: {lex.num_parameters()} parameters, {step} tokens a step, {arguments.world_size} processes",
-            highlight=False,
-        )
-
-    def keep_recipe() -> None:
+    training.check_arguments(arguments, rules["resume"], rules["allow_changes"])
+    with claimed(arguments, resume=rules["resume"], overwrite=rules["overwrite"], also=[RECIPE_NAME]):
+        examples_of = _packing(plan, sources, arguments.seed)
+        set_seed(arguments.seed)
+        if model is not None:
+            lex, words = load_for_evaluation(model, device="cpu")
+        else:
+            words = plan.tokenizer()
+            config = plan.config(words)
+            check_memory(config)
+            lex = LexForCausalLM(config)
+        length = plan.length(lex.config)
+        held_back = None
+        if eval_sources:
+            held_back = _packing(plan, eval_sources, arguments.seed, in_memory=True)(words, length)
+        examples = examples_of(words, length)
         if arguments.process_index == 0:
-            write_text(output / "recipe.yaml", plan.to_yaml(None if model else lex.config))
+            step = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps * length
+            size = f"{lex.num_parameters()} parameters, {step} tokens a step, {arguments.world_size} processes"
+            console.print(f"{plan.name}: {size}")
 
-    try:
-        result = training.train(lex, words, examples, arguments, eval_dataset=held_back, resume=resume)
-    except training.TrainingInterrupted:
-        keep_recipe()
-        raise
-    keep_recipe()
-    return result
+        def keep_recipe(changes: list[Any]) -> None:
+            text = plan.to_yaml(None if model else lex.config, changes)
+            write_text(Path(arguments.output_dir) / RECIPE_NAME, text)
+
+        return training.train(lex, words, examples, arguments, eval_dataset=held_back, on_begin=keep_recipe, **rules)
 
 
 def _packing(plan: Any, sources: list[str], seed: int, *, in_memory: bool = False) -> Any:
@@ -1118,7 +1125,13 @@ def _packing(plan: Any, sources: list[str], seed: int, *, in_memory: bool = Fals
     if plan.data.streaming and not in_memory:
         stream = stream_documents(sources, **options)
         return lambda words, length: PackedStream(
-            stream, words, length, separate_documents=apart, shuffle_buffer=plan.data.shuffle_buffer, seed=seed
+            stream,
+            words,
+            length,
+            separate_documents=apart,
+            shuffle_buffer=plan.data.shuffle_buffer,
+            seed=seed,
+            sources=sources,
         )
     documents = load_documents(sources, **options)
     return lambda words, length: pack(documents, words, length, separate_documents=apart)
@@ -1148,7 +1161,7 @@ def _print_training_plan(console: Console, name: str, told: Any, text: str) -> N
     for row in _training_plan_rows(told):
         table.add_row(*row)
     console.print(table)
-    console.print(f"Memory. {HOW_MEMORY_IS_ESTIMATED}", "", text, sep="\n", highlight=False, markup=False)
+    console.print(f"Memory. {HOW_MEMORY_IS_ESTIMATED}", "", text, sep="\n")
 
 
 def _training_plan_rows(told: Any) -> list[tuple[str, str]]:
