@@ -400,7 +400,7 @@ def warm_start(
         fields = recipes.model_fields(assignments or [])
         is_file = Path(source).is_file()
         lex = from_torchscale(source, **fields) if is_file else from_gpt2(source, **fields)
-        name = tokenizer or (None if is_file else source)
+        name = (None if is_file else source) if tokenizer is None else tokenizer
         words = None if name is None else recipes.load_tokenizer(name)
         if words is not None and len(words) > lex.config.vocab_size:
             raise ValueError(

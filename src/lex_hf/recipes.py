@@ -19,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArgumen
 
 from lex_hf.configuration_lex import LexConfig
 from lex_hf.estimate import Estimate, estimate
+from lex_hf.loading import plain
 from lex_hf.tokenization import byte_tokenizer
 from lex_hf.training import Change, training_arguments
 
@@ -281,8 +282,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     missing = f"{name}: no tokenizer that loads. Give a folder or Hub id that has one with --tokenizer."
     try:
         words = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{missing} ({error})") from error
+    except Exception as error:  # damaged files make the libraries raise anything
+        raise ValueError(f"{missing} ({plain(error)})") from error
     # Of a model without one, transformers makes a tokenizer that knows the special tokens only.
     if len(words) <= len(words.all_special_tokens):
         raise ValueError(missing)

@@ -67,6 +67,10 @@ def check_new_folder(path: Path, name: str) -> None:
         ValueError: If not.
     """
     check_folder(path, name)
+    try:
+        os.path.realpath(path).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} {path} is not UTF-8, in which alone weights and tokenizers are saved.") from error
     with _explained(path, name):
         if path.is_dir() and any(path.iterdir()):
             raise ValueError(f"{name} {path} exists and is not empty: choose another folder.")

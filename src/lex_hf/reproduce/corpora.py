@@ -12,6 +12,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lex_hf import recipes
 from lex_hf.data import load_documents
 from lex_hf.records import whole_folder
 from lex_hf.tiny import standard_library
@@ -89,7 +90,7 @@ def load_tokenizer(specification: str, training: Texts, folder: Path) -> PreTrai
     if specification == "bytes":
         return byte_tokenizer()
     if not specification.startswith("bpe:"):
-        return AutoTokenizer.from_pretrained(specification)
+        return recipes.load_tokenizer(specification)
     key = hashlib.sha256(tokenizer_fingerprint(specification, training).encode()).hexdigest()[:12]
     place = folder / f"bpe-{bpe_size(specification)}-{key}"
     if not place.is_dir():

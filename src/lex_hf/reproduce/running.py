@@ -13,10 +13,11 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lex_hf.data import pack
 from lex_hf.loading import find_device
+from lex_hf.recipes import load_tokenizer
 from lex_hf.records import check_file, check_folder
 from lex_hf.reproduce import corpora, models, published, report, tables
 from lex_hf.reproduce.corpora import Texts
@@ -183,7 +184,7 @@ def _vocabulary(tokenizer: str) -> int:
         return 257
     if tokenizer.startswith("bpe:"):
         return corpora.bpe_size(tokenizer)
-    return len(AutoTokenizer.from_pretrained(tokenizer))
+    return len(load_tokenizer(tokenizer))
 
 
 def run(request: Request, *, console: Console | None = None) -> dict[str, Any]:
