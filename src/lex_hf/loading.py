@@ -5,7 +5,7 @@ another model.
 """
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any
@@ -53,18 +53,24 @@ def load_for_evaluation(
         ValueError: If there is no such model or tokenizer, it cannot be read, its weights are not those of the
             model (see [`load_whole`]), or the device or the dtype is unknown.
     """
-    placement = _device(device)
+    placement = find_device(device)
     join_processes(placement)
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not (dtype in (None, "auto") or isinstance(named, torch.dtype)):
         raise ValueError(f"dtype = {dtype!r}: it must be a dtype of torch, for example 'float32' or 'bfloat16'.")
-    hub = {name: model_kwargs[name] for name in _HUB_OPTIONS if name in model_kwargs}
-    with explained(model_id, "a tokenizer (tokenizer.json, tokenizer_config.json)"):
-        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code, **hub)
+    tokenizer = _load_tokenizer(model_id, trust_remote_code, model_kwargs)
     model = load_whole(
         AutoModelForCausalLM, model_id, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
     )
     return model.to(placement).eval(), tokenizer
+
+
+def _load_tokenizer(
+    model_id: str, trust_remote_code: bool, model_kwargs: Mapping[str, Any]
+) -> PreTrainedTokenizerBase:
+    hub = {name: model_kwargs[name] for name in _HUB_OPTIONS if name in model_kwargs}
+    with explained(model_id, "a tokenizer (tokenizer.json, tokenizer_config.json)"):
+        return AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code, **hub)
 
 
 def load_whole(model_class: Any, model_id: str, **options: Any) -> PreTrainedModel:
@@ -90,6 +96,21 @@ def load_whole(model_class: Any, model_id: str, **options: Any) -> PreTrainedMod
     _check_shapes(model_id, found["mismatched_keys"])
     _check_names(model, model_id, found["missing_keys"], found["unexpected_keys"])
     return model
+
+
+def check_model(model_id: str, *, trust_remote_code: bool = False, **model_kwargs: Any) -> None:
+    """Check that [`load_for_evaluation`] would load a model and its tokenizer, which takes neither time nor memory.
+
+    Args:
+        model_id: As of [`load_for_evaluation`].
+        trust_remote_code: The same.
+        **model_kwargs: The same.
+
+    Raises:
+        ValueError: If not.
+    """
+    _load_tokenizer(model_id, trust_remote_code, model_kwargs)
+    check_checkpoint(AutoModelForCausalLM, model_id, trust_remote_code=trust_remote_code, **model_kwargs)
 
 
 def check_checkpoint(model_class: Any, model_id: str, **options: Any) -> None:
@@ -187,13 +208,29 @@ def _no_table() -> Iterator[None]:
         report.removeFilter(passes)
 
 
-def _device(device: str | torch.device | None) -> torch.device:
+def find_device(device: str | torch.device | None) -> torch.device:
+    """Return a device that models can run on.
+
+    Args:
+        device: Its name; `None` means a CUDA device if there is one, else the CPU. `"gpu"` is another word for
+            `"cuda"`.
+
+    Raises:
+        ValueError: If torch knows no such device, or does not find it here.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         placement = torch.device("cuda" if device == "gpu" else device)
+        backend = torch.get_device_module(placement.type)  # "meta" has none: nothing is computed there
     except RuntimeError as error:
-        raise ValueError(f"device = {device!r}: it must be a device of torch, as 'cpu' or 'cuda:1'.") from error
-    if placement.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device = {device!r}: torch finds no CUDA device here; use 'cpu'.")
+        raise ValueError(f"device = {str(device)!r}: it must be a device of torch, as 'cpu' or 'cuda:1'.") from error
+    count = backend.device_count() if backend.is_available() else 0
+    if count == 0:
+        raise ValueError(f"device = {str(device)!r}: torch finds no {placement.type.upper()} device here; use 'cpu'.")
+    if (placement.index or 0) >= count:
+        raise ValueError(
+            f"device = {str(device)!r}: torch finds {count} {placement.type.upper()} device{'s' * (count > 1)} here, "
+            f"counted from 0; use '{placement.type}:0'."
+        )
     return placement

@@ -325,8 +325,8 @@ def compute_perplexity(
     if length is None:
         length = getattr(model.config, "training_length", DEFAULT_LENGTH)
     _require_at_least(1, length=length)
-    _check_batch_size(batch_size)
-    options = _protocol_options(protocol, length, {"stride": stride, "contexts": contexts})
+    check_batch_size(batch_size)
+    options = protocol_options(protocol, length, stride=stride, contexts=contexts)
     documents = _encode(tokenizer, texts, add_start_token, max_length)
     _check_vocabulary(model, documents)
     windows = _cut(documents, PROTOCOLS[protocol], length, options)
@@ -606,6 +606,10 @@ class _Records:
         rank = PartialState().process_index
         self._file = path.with_name(f"{path.name}.{rank}") if rank else path
         self._finished: dict[str, _Outcome] = {}
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(
+                f"records = {str(path)!r} is no regular file: what is written there cannot be read again."
+            )
         with self._explained():
             for each in [path, *sorted(path.parent.glob(f"{glob.escape(path.name)}.[0-9]*"))]:
                 if each.exists():
@@ -645,7 +649,7 @@ def _read_records(path: Path) -> Iterator[tuple[str, _Outcome]]:
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             fields = json.loads(line)
-            yield fields["key"], _Outcome(fields["nll"], fields["tokens"], fields["positions"])
+            yield fields["key"], _Outcome(float(fields["nll"]), int(fields["tokens"]), fields["positions"])
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"records: line {number} of {path} is no record of a finished text. Choose another file, or delete "
@@ -746,15 +750,32 @@ def _require_at_least(smallest: int, **numbers: int) -> None:
             raise ValueError(f"{name} = {value}: it must be at least {smallest}.")
 
 
-def _check_batch_size(batch_size: int | str) -> None:
-    if isinstance(batch_size, int):
+def check_batch_size(batch_size: int | str) -> None:
+    """Check a number of windows evaluated at once.
+
+    Raises:
+        ValueError: If it is neither a whole number of at least 1 nor `"auto"`.
+    """
+    if isinstance(batch_size, int) and not isinstance(batch_size, bool):
         _require_at_least(1, batch_size=batch_size)
     elif batch_size != "auto":
         raise ValueError(f"batch_size = {batch_size!r}: it must be a whole number of at least 1, or 'auto'.")
 
 
-def _protocol_options(protocol: str, length: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check a protocol's name and the options given (`None`: not given), and fill in those that were not."""
+def protocol_options(protocol: str, length: int, **given: Any) -> dict[str, Any]:
+    """Check a protocol's name and its options, and fill in those that were not given.
+
+    Args:
+        protocol: Its name.
+        length: Length of its segments, windows or chunks in tokens.
+        given: Options by name; `None` if not given.
+
+    Returns:
+        The options that the protocol has.
+
+    Raises:
+        ValueError: If there is no such protocol, it has no such option, or a number is out of range.
+    """
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol = {protocol!r}: it must be one of {', '.join(PROTOCOLS)}.")
     parameters = inspect.signature(PROTOCOLS[protocol]).parameters.values()
