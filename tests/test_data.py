@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -19,9 +20,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging as transformers_logging
+from typer.testing import CliRunner
 
 import lex_hf.data
-from lex_hf.data import load_documents, pack, tokenize, tokenize_documents
+from lex_hf.cli import app
+from lex_hf.data import load_documents, pack, stream_documents, tokenize, tokenize_documents
 from lex_hf.tokenization import byte_tokenizer, train_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -122,6 +125,15 @@ class TestLoadDocuments:
         with pytest.raises(FileNotFoundError, match=r"'no-such' is neither a file.*no way to the Hub"):
             load_documents(["no-such"])
 
+    def test_hub_dataset_that_cannot_be_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any, **__: Any) -> Dataset:
+            raise datasets.exceptions.DatasetGenerationError("An error occurred\nwhile generating")
+
+        monkeypatch.setattr(lex_hf.data, "load_dataset", fail)
+        for load in (load_documents, stream_documents):
+            with pytest.raises(ValueError, match=r"'no-such' is neither .*: An error occurred while generating"):
+                load(["no-such"])
+
     @pytest.mark.parametrize("source", ["gone.txt", "gone.jsonl.gz", "some/deep/path", "./gone", Path("gone")])
     def test_missing_file_is_not_looked_for_on_the_hub(self, source: str | Path) -> None:
         with pytest.raises(FileNotFoundError, match=rf"^{re.escape(str(source))}: no such file or folder"):
@@ -148,12 +160,43 @@ class TestLoadDocuments:
                 "g.jsonl.gz is not a complete gzip",
             ),
             ("h.jsonl.gz", b"plain", "h.jsonl.gz is not a complete gzip"),
+            ("h.txt.gz", b"plain", "h.txt.gz is not a complete gzip"),
+            ("z.txt.gz", gzip.compress(b"long enough")[:10] + b"\xff" * 20, "z.txt.gz is not a complete gzip"),
+            ("e.JSONL.GZ", gzip.compress(b""), "e.JSONL.GZ is empty"),
+            ("u.txt", "wide".encode("utf-16"), "u.txt is not UTF-8 text: byte 0xff at offset 0"),
+            ("d.jsonl", b'{"text": "ok"}\n' + b"[" * 100_000, "d.jsonl, line 2 is JSON that is nested too deeply"),
+            (
+                "d.jsonl",
+                b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+                "d.jsonl, line 1 is JSON that is nested too deeply",
+            ),
+            ("i.jsonl", b'{"text": ' + b"1" * 10_000 + b"}", "i.jsonl, line 1 is not JSON: Exceeds the limit"),
+            (
+                "p.json",
+                json.dumps({"text": "pretty"}, indent=2).encode(),
+                r"p\.json, line 1 is not JSON: .* A file that is one JSON document, .* write one object per line, "
+                r"with `jq -c '\.\[\]' .*p\.json` of a list, with `jq -c \. .*p\.json` of objects",
+            ),
+            ("q.JSON", json.dumps([{"text": "pretty"}], indent=2).encode(), r"q\.JSON, line 1 is not JSON: .*jq -c"),
+            ("r.json", json.dumps([{"text": "a"}] * 2).encode(), r"r\.json, line 1: .* not list\. .*jq -c '\.\[\]'"),
+            ("w.jsonl", b'{"text": "ok"}\n{"text"', r"w\.jsonl, line 2 is not JSON: [^.]*\.$"),
         ],
     )
     def test_bad_file(self, tmp_path: Path, name: str, content: bytes, message: str) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
             load_documents([tmp_path / name])
+
+    def test_names_that_are_not_utf_8(self, tmp_path: Path) -> None:
+        path = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9.txt"))
+        path.write_text("a")
+        documents = load_documents([path])
+        assert documents["source"][:] == [rf"{tmp_path}/caf\xe9.txt"]
+        assert [row["text"] for row in stream_documents([path])] == ["a"]
+
+    def test_a_byte_order_mark_is_no_part_of_json(self, tmp_path: Path) -> None:
+        (tmp_path / "a.json.gz").write_bytes(gzip.compress('{"text": "a"}\n{"text": "b"}'.encode("utf-8-sig")))
+        assert _texts(tmp_path / "a.json.gz") == ["a", "b"]
 
     def test_bad_folder(self, tmp_path: Path) -> None:
         (tmp_path / "x.png").touch()
@@ -182,6 +225,39 @@ PROSE = st.lists(
     ),
     max_size=40,
 ).map("".join)
+
+
+class TestTrainTokenizer:
+    @pytest.mark.parametrize("vocab_size", [256, 2**22 + 1, 10**15, 10**30])
+    def test_sizes_out_of_range(self, vocab_size: int) -> None:
+        with pytest.raises(ValueError, match=f"vocab_size = {vocab_size}: must be at (least 257|most 4194304)"):
+            train_tokenizer(["to be"], vocab_size)
+
+    def test_no_texts(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="There are no texts to train the tokenizer on"):
+            train_tokenizer([], 300)
+        (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+        result = CliRunner().invoke(app, ["tokenizer", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out")])
+        assert result.exit_code == 1
+        assert "There are no texts to train the tokenizer on" in result.stderr
+
+    def test_a_full_disk_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(self: Any, folder: Path, **_: Any) -> None:
+            Path(folder, "tokenizer_config.json").write_text("{}")
+            raise Exception("No space left on device (os error 28)")
+
+        monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fail)
+        text = tmp_path / "a.txt"
+        text.write_text("to be or not to be")
+        for output in (tmp_path / "new/deep", tmp_path / "there"):
+            (tmp_path / "there").mkdir(exist_ok=True)
+            result = CliRunner().invoke(app, ["tokenizer", str(text), "--output", str(output), "--vocab-size", "260"])
+            assert result.exit_code == 1
+            message = (
+                f"Error: {output} cannot be written, nothing is left of it: No space left on device (os error 28)"
+            )
+            assert " ".join(result.stderr.split()).startswith(message)
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == [text]
 
 
 class TestTokenize:

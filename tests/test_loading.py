@@ -256,3 +256,11 @@ def test_the_task_for_the_harness_refuses(renamed: Path, tmp_path: Path) -> None
     assert documents.load(str(text), pretrained=str(whole))["test"]["text"] == [TEXT]
     (whole / "config.json").write_text('{"model_type": "of another package"}')
     assert documents.load(str(text), pretrained=str(whole))["test"]["text"] == [TEXT]
+
+
+def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
+    tiny_model(vocab_size=97).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["generate", str(tmp_path), "né", "--max-new-tokens", "1"])
+    assert result.exit_code == 1
+    assert "token id 195, but the vocabulary of" in " ".join(result.stderr.split())

@@ -678,6 +678,12 @@ def generate(
             model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **_pattern(attention_pattern)
         )
         inputs = _prompt(beginning, words).to(lex.device)
+        largest, size = int(inputs["input_ids"].max()), lex.get_input_embeddings().weight.shape[0]
+        if largest >= size:
+            raise ValueError(
+                f"The prompt holds the token id {largest}, but the vocabulary of {model} has {size} ids: use the "
+                "tokenizer the model was trained with."
+            )
         set_seed(seed)
         sampling = {} if greedy else {"temperature": temperature, "top_p": top_p}
         try:
@@ -1193,9 +1199,14 @@ def _amount(value: int | None, form: str) -> str:
 
 def _save_folder(folder: Path, *parts: Any) -> None:
     """Save what has a `save_pretrained`; the folder appears only when it is whole."""
-    with whole_folder(folder) as partial:
-        for part in parts:
-            part.save_pretrained(partial)
+    from lex_hf.loading import plain
+
+    try:
+        with whole_folder(folder) as partial:
+            for part in parts:
+                part.save_pretrained(partial)
+    except Exception as error:  # of a full disk, tokenizers and safetensors raise errors of their own
+        raise OSError(f"{folder} cannot be written, nothing is left of it: {plain(error)}") from error
 
 
 @contextlib.contextmanager

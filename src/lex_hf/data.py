@@ -17,7 +17,9 @@ from datasets.utils import tqdm
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-JSON_LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
+from lex_hf.loading import plain
+
+JSON_LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FOLDER_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".jsonl.gz")
 
 _DOCUMENT_FEATURES = Features({"text": Value("string"), "source": Value("string")})
@@ -25,6 +27,11 @@ _TEXT_FEATURES = Features({"text": Value("string")})
 _TOKEN_FEATURES = Features({"input_ids": List(Value("int32"))})
 _PACKED_FEATURES = Features({"input_ids": List(Value("int32")), "position_ids": List(Value("int32"))})
 _TEXT_TYPES = (Value("string"), Value("large_string"))
+_HOW_TO_SPLIT = (
+    " A file that is one JSON document, a list or an object over several lines, is not read, unlike by "
+    "load_dataset('json'): write one object per line, with `jq -c '.[]' {path}` of a list, with `jq -c . {path}` of "
+    "objects."
+)
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<configuration>[\w.-]+))?")
 _DOCUMENTS_PER_BATCH = 100
 _CHARACTERS_AT_ONCE = 1 << 17  # what is tokenised together
@@ -36,7 +43,7 @@ def load_documents(sources: Sequence[str | Path], *, text_field: str = "text", s
 
     A source is one of:
 
-    * a `.jsonl`, `.jsonl.gz` or `.json` file: one JSON object, and so one document, per line;
+    * a `.jsonl`, `.jsonl.gz`, `.json` or `.json.gz` file: one JSON object, and so one document, per line;
     * any other file: UTF-8 text, one document, read as it is (`\r\n` is kept);
     * a folder: its `.txt`, `.md`, `.rst`, `.py`, `.jsonl`, `.jsonl.gz` files, at any depth, sorted by path;
     * where no such path exists, a dataset of the Hub as `name`, `owner/name` or `owner/name:configuration`.
@@ -328,7 +335,7 @@ def _load_source(source: str | Path, text_field: str, split: str) -> Dataset:
     files = _files(source)
     if files is None:
         return _load_from_hub(str(source), text_field, split)
-    documents = [(text, str(path)) for path in files for text in _read_file(path, text_field)]
+    documents = [(text, _printable(path)) for path in files for text in _read_file(path, text_field)]
     if not documents:
         raise ValueError(f"{source}: no documents; every text in it is empty.")
     texts, names = zip(*documents, strict=True)
@@ -347,6 +354,11 @@ def _stream_source(source: str | Path, text_field: str, split: str) -> IterableD
     return IterableDataset.from_generator(
         _generate_texts, features=_TEXT_FEATURES, gen_kwargs={"files": names, "text_field": text_field}
     )
+
+
+def _printable(path: Path) -> str:
+    """Name a file in UTF-8, in which alone datasets hold texts."""
+    return str(path).encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def _generate_texts(files: list[str], text_field: str) -> Iterator[dict[str, str]]:
@@ -380,9 +392,9 @@ def _files_of_folder(folder: Path) -> list[Path]:
 def _read_file(path: Path, text_field: str) -> Iterator[str]:
     """Yield the documents of a file; lines of JSON are read one by one."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as opened:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as opened:
             file = cast(BinaryIO, opened)
-            if path.name.endswith(JSON_LINES_SUFFIXES):
+            if path.name.lower().endswith(JSON_LINES_SUFFIXES):
                 yield from _read_json_lines(path, file, text_field)
             else:
                 yield _decode(path, file.read())
@@ -391,16 +403,21 @@ def _read_file(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _read_json_lines(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
-    offset = 0
+    offset, is_first = 0, True
     for number, line in enumerate(file, start=1):
         text = _decode(path, line, offset)
+        text = text.removeprefix("\ufeff") if number == 1 else text
         offset += len(line)
         if not text.strip():
             continue
         try:
             row = json.loads(text)
+        except RecursionError as error:
+            raise ValueError(f"{path}, line {number} is JSON that is nested too deeply.") from error
         except ValueError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}.") from error
+            hint = _HOW_TO_SPLIT.format(path=path) if text.lstrip()[0] in "[{" and is_first else ""
+            raise ValueError(f"{path}, line {number} is not JSON: {error}.{hint}") from error
+        is_first = False
         document = _text_of(row, text_field, where=f"{path}, line {number}")
         if document:
             yield document
@@ -420,6 +437,10 @@ def _decode(path: Path, data: bytes, offset: int = 0) -> str:
 
 
 def _text_of(row: Any, text_field: str, where: str) -> str:
+    if isinstance(row, list):
+        raise ValueError(
+            f"{where}: each line must be a JSON object, not list.{_HOW_TO_SPLIT.format(path=where.split(', line')[0])}"
+        )
     if not isinstance(row, dict):
         raise ValueError(f"{where}: each line must be a JSON object, not {type(row).__name__}.")
     if text_field not in row:
@@ -466,9 +487,10 @@ def _hub_name(source: str) -> tuple[str, str | None]:
 def _explained(name: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        raise FileNotFoundError(
-            f"{name!r} is neither a file or folder here, nor a Hub dataset that could be loaded: {error}"
+    except Exception as error:  # datasets has errors of its own, and what it loads raises any
+        kind = FileNotFoundError if isinstance(error, OSError) else ValueError
+        raise kind(
+            f"{name!r} is neither a file or folder here, nor a Hub dataset that could be loaded: {plain(error)}"
         ) from error
 
 
