@@ -67,6 +67,8 @@ class HubServer:
         requests: Method and path of all requests, in order.
         cuts: How many more requests of a kind, `"lfs"` or `"commit"`, lose their connection half-way through the body.
         refusals: Status with which requests to a path are refused.
+        answers: What requests to a path are answered in place of the Hub's answer, with status 200.
+        silent: Paths whose requests are read, and never answered.
     """
 
     def __init__(self, token: str = "hf_right") -> None:
@@ -76,6 +78,9 @@ class HubServer:
         self.requests: list[tuple[str, str]] = []
         self.cuts = {"lfs": 0, "commit": 0}
         self.refusals: dict[str, int] = {}
+        self.answers: dict[str, bytes] = {}
+        self.silent: set[str] = set()
+        self.closing = threading.Event()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.daemon_threads = True
         self._server.hub = self  # type: ignore[attr-defined]
@@ -86,6 +91,7 @@ class HubServer:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.closing.set()
         self._server.shutdown()
         self._server.server_close()
 
@@ -128,6 +134,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.query = parse_qs(address.query)
         route, arguments = self._route(address.path)
         self.body = self._read_body(route)
+        if address.path in self.hub.silent:
+            self.hub.closing.wait()
+            raise ConnectionAbortedError
+        if address.path in self.hub.answers:
+            self._send(200, self.hub.answers[address.path], {"Content-Type": "application/json"})
+            return
         try:
             if address.path in self.hub.refusals:
                 raise HubError(self.hub.refusals[address.path], "refused")

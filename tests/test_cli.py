@@ -445,7 +445,9 @@ def test_bad_options_of_evaluate_and_compare(model: Path, text: Path, texts: lis
         "stride = 3: the protocol 'chunked' has no such option": ["evaluate", model, text, "--stride", 3],
         "Text 0 (counted from 0): it has": ["evaluate", model, *texts, "--protocol", "last_token", "--length", 999],
         "line 1 of": ["evaluate", model, *texts, "--records", text],
-        "cannot be read or written": ["evaluate", model, *texts, "--records", tmp_path / "none" / "records.jsonl"],
+        "is the same file as --csv": ["evaluate", model, text, "--csv", tmp_path / "a", "--records", tmp_path / "a"],
+        "text.txt is the same file as": ["evaluate", model, text, "--csv", text],
+        "there is no folder": ["evaluate", model, *texts, "--records", tmp_path / "none" / "records.jsonl"],
         "too few pairs, 1": ["compare", model, model, text],
         "--attention-pattern is given 3 times": ["compare", model, model, *texts, *three],
     }

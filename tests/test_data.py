@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -9,17 +10,22 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 from datasets import Dataset
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 from transformers.utils import logging as transformers_logging
+from typer.testing import CliRunner
 
 import lex_hf.data
-from lex_hf.data import load_documents, pack, tokenize_documents
-from lex_hf.tokenization import byte_tokenizer
+from lex_hf.cli import app
+from lex_hf.data import load_documents, pack, stream_documents, tokenize, tokenize_documents
+from lex_hf.tokenization import byte_tokenizer, train_tokenizer
 
 TOKENIZER = byte_tokenizer()
 
@@ -119,6 +125,15 @@ class TestLoadDocuments:
         with pytest.raises(FileNotFoundError, match=r"'no-such' is neither a file.*no way to the Hub"):
             load_documents(["no-such"])
 
+    def test_hub_dataset_that_cannot_be_read(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(*_: Any, **__: Any) -> Dataset:
+            raise datasets.exceptions.DatasetGenerationError("An error occurred\nwhile generating")
+
+        monkeypatch.setattr(lex_hf.data, "load_dataset", fail)
+        for load in (load_documents, stream_documents):
+            with pytest.raises(ValueError, match=r"'no-such' is neither .*: An error occurred while generating"):
+                load(["no-such"])
+
     @pytest.mark.parametrize("source", ["gone.txt", "gone.jsonl.gz", "some/deep/path", "./gone", Path("gone")])
     def test_missing_file_is_not_looked_for_on_the_hub(self, source: str | Path) -> None:
         with pytest.raises(FileNotFoundError, match=rf"^{re.escape(str(source))}: no such file or folder"):
@@ -145,12 +160,43 @@ class TestLoadDocuments:
                 "g.jsonl.gz is not a complete gzip",
             ),
             ("h.jsonl.gz", b"plain", "h.jsonl.gz is not a complete gzip"),
+            ("h.txt.gz", b"plain", "h.txt.gz is not a complete gzip"),
+            ("z.txt.gz", gzip.compress(b"long enough")[:10] + b"\xff" * 20, "z.txt.gz is not a complete gzip"),
+            ("e.JSONL.GZ", gzip.compress(b""), "e.JSONL.GZ is empty"),
+            ("u.txt", "wide".encode("utf-16"), "u.txt is not UTF-8 text: byte 0xff at offset 0"),
+            ("d.jsonl", b'{"text": "ok"}\n' + b"[" * 100_000, "d.jsonl, line 2 is JSON that is nested too deeply"),
+            (
+                "d.jsonl",
+                b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+                "d.jsonl, line 1 is JSON that is nested too deeply",
+            ),
+            ("i.jsonl", b'{"text": ' + b"1" * 10_000 + b"}", "i.jsonl, line 1 is not JSON: Exceeds the limit"),
+            (
+                "p.json",
+                json.dumps({"text": "pretty"}, indent=2).encode(),
+                r"p\.json, line 1 is not JSON: .* A file that is one JSON document, .* write one object per line, "
+                r"with `jq -c '\.\[\]' .*p\.json` of a list, with `jq -c \. .*p\.json` of objects",
+            ),
+            ("q.JSON", json.dumps([{"text": "pretty"}], indent=2).encode(), r"q\.JSON, line 1 is not JSON: .*jq -c"),
+            ("r.json", json.dumps([{"text": "a"}] * 2).encode(), r"r\.json, line 1: .* not list\. .*jq -c '\.\[\]'"),
+            ("w.jsonl", b'{"text": "ok"}\n{"text"', r"w\.jsonl, line 2 is not JSON: [^.]*\.$"),
         ],
     )
     def test_bad_file(self, tmp_path: Path, name: str, content: bytes, message: str) -> None:
         (tmp_path / name).write_bytes(content)
         with pytest.raises(ValueError, match=message):
             load_documents([tmp_path / name])
+
+    def test_names_that_are_not_utf_8(self, tmp_path: Path) -> None:
+        path = Path(os.fsdecode(bytes(tmp_path) + b"/caf\xe9.txt"))
+        path.write_text("a")
+        documents = load_documents([path])
+        assert documents["source"][:] == [rf"{tmp_path}/caf\xe9.txt"]
+        assert [row["text"] for row in stream_documents([path])] == ["a"]
+
+    def test_a_byte_order_mark_is_no_part_of_json(self, tmp_path: Path) -> None:
+        (tmp_path / "a.json.gz").write_bytes(gzip.compress('{"text": "a"}\n{"text": "b"}'.encode("utf-8-sig")))
+        assert _texts(tmp_path / "a.json.gz") == ["a", "b"]
 
     def test_bad_folder(self, tmp_path: Path) -> None:
         (tmp_path / "x.png").touch()
@@ -169,6 +215,161 @@ class TestLoadDocuments:
 
 def _documents(texts: list[str]) -> Dataset:
     return Dataset.from_dict({"text": texts})
+
+
+TRAINED = train_tokenizer(["to be or not to be, that is the question; don't ask me 123 times "] * 3, 300)
+# Words and signs next to each other in every way that a tokenizer may care about.
+PROSE = st.lists(
+    st.sampled_from(
+        ["to", "be", " ", "  ", "\n", "don't", "é", "12", "<|endoftext|>", "<|end", "oftext|>", "or", " not"]
+    ),
+    max_size=40,
+).map("".join)
+
+
+class TestTrainTokenizer:
+    @pytest.mark.parametrize("vocab_size", [256, 2**22 + 1, 10**15, 10**30])
+    def test_sizes_out_of_range(self, vocab_size: int) -> None:
+        with pytest.raises(ValueError, match=f"vocab_size = {vocab_size}: must be at (least 257|most 4194304)"):
+            train_tokenizer(["to be"], vocab_size)
+
+    def test_no_texts(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="There are no texts to train the tokenizer on"):
+            train_tokenizer([], 300)
+        (tmp_path / "a.jsonl").write_text('{"text": ""}\n')
+        result = CliRunner().invoke(app, ["tokenizer", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "out")])
+        assert result.exit_code == 1
+        assert "There are no texts to train the tokenizer on" in result.stderr
+
+    def test_a_full_disk_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fail(self: Any, folder: Path, **_: Any) -> None:
+            Path(folder, "tokenizer_config.json").write_text("{}")
+            raise Exception("No space left on device (os error 28)")
+
+        monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", fail)
+        text = tmp_path / "a.txt"
+        text.write_text("to be or not to be")
+        for output in (tmp_path / "new/deep", tmp_path / "there"):
+            (tmp_path / "there").mkdir(exist_ok=True)
+            result = CliRunner().invoke(app, ["tokenizer", str(text), "--output", str(output), "--vocab-size", "260"])
+            assert result.exit_code == 1
+            message = (
+                f"Error: {output} cannot be written, nothing is left of it: No space left on device (os error 28)"
+            )
+            assert " ".join(result.stderr.split()).startswith(message)
+        assert [path for path in tmp_path.rglob("*") if path.is_file()] == [text]
+
+
+class TestTokenize:
+    @pytest.mark.parametrize("tokenizer", [TOKENIZER, TRAINED])
+    @given(
+        texts=st.lists(PROSE | st.text(max_size=30), max_size=4), size=st.integers(1, 9), at_once=st.integers(1, 50)
+    )
+    @example(texts=["<|endoftext|>" * 4], size=1, at_once=1)
+    @settings(max_examples=150)
+    def test_pieces_give_the_tokens_of_the_whole(
+        self, tokenizer: Any, texts: list[str], size: int, at_once: int
+    ) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lex_hf.data, "_CHARACTERS_OF_A_PIECE", size)
+            patch.setattr(lex_hf.data, "_CHARACTERS_AT_ONCE", at_once)
+            pieces = tokenize(texts, tokenizer)
+        assert [ids.tolist() for ids in pieces] == [tokenizer(text)["input_ids"] for text in texts]
+        assert {ids.dtype for ids in pieces} <= {np.dtype("int32")}
+
+    @given(text=st.lists(st.sampled_from(["a", "b", "ab", "ba"]), max_size=30).map("".join), size=st.integers(1, 5))
+    @settings(max_examples=100)
+    def test_added_tokens_that_overlap_stay_whole(self, text: str, size: int) -> None:
+        tokenizer = byte_tokenizer()
+        tokenizer.add_tokens(["aba", "abba", "bb"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(lex_hf.data, "_CHARACTERS_OF_A_PIECE", size)
+            assert tokenize([text], tokenizer)[0].tolist() == tokenizer(text)["input_ids"]
+
+    @pytest.mark.parametrize("tokenizer", [TOKENIZER, TRAINED])
+    def test_a_long_text_is_handed_over_in_pieces(self, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls: list[list[str]] = []
+        call = type(tokenizer).__call__
+
+        def noting(self: Any, texts: list[str], **options: Any) -> Any:
+            calls.append(texts)
+            return call(self, texts, **options)
+
+        monkeypatch.setattr(type(tokenizer), "__call__", noting)
+        text = "to be or not to be " * 50_000
+        examples = pack(_documents([text, text[:999]]), tokenizer, 512)
+        assert max(len(piece) for pieces in calls for piece in pieces) < 4200
+        assert max(sum(map(len, pieces)) for pieces in calls) < 140_000
+        assert "".join(piece for pieces in calls for piece in pieces) == text + text[:999]
+        if tokenizer is TOKENIZER:
+            assert bytes(examples[0]["input_ids"]).decode() == text[:512]
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda tokenizer: tokenizer.add_tokens([AddedToken("<b>", lstrip=True)]),
+            lambda tokenizer: tokenizer.add_tokens([AddedToken("b", single_word=True)]),
+            lambda tokenizer: setattr(tokenizer.backend_tokenizer, "normalizer", normalizers.NFC()),
+            lambda tokenizer: setattr(tokenizer.backend_tokenizer, "pre_tokenizer", None),
+            lambda tokenizer: setattr(tokenizer.backend_tokenizer, "pre_tokenizer", pre_tokenizers.ByteLevel()),
+        ],
+    )
+    @pytest.mark.parametrize("make", [byte_tokenizer, lambda: train_tokenizer(["to be"] * 3, 260)])
+    def test_others_see_whole_texts(self, make: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        tokenizer = make()
+        change(tokenizer)
+        monkeypatch.setattr(lex_hf.data, "_CHARACTERS_OF_A_PIECE", 2)
+        text = "e\N{COMBINING ACUTE ACCENT} to be <b> b bb or not <b>"
+        assert tokenize([text], tokenizer)[0].tolist() == tokenizer(text)["input_ids"]
+        assert [piece for piece, _ in lex_hf.data._pieces([text], tokenizer)] == [text]
+
+    def test_merges_without_words_are_not_cut(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        tokenizer = train_tokenizer(["abab"] * 9, 260)
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        monkeypatch.setattr(lex_hf.data, "_CHARACTERS_OF_A_PIECE", 1)
+        assert tokenize(["abab ab"], tokenizer)[0].tolist() == tokenizer("abab ab")["input_ids"]
+
+    def test_a_tokenizer_of_0_1_0(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What 0.1.0 saved is read as before, and in pieces."""
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(SAVED_BY_0_1_0)))
+        monkeypatch.setattr(lex_hf.data, "_CHARACTERS_OF_A_PIECE", 3)
+        text = "né<|endoftext|> to be"
+        assert tokenize([text], tokenizer)[0].tolist() == [*"né".encode(), 256, *b" to be"]
+        assert [piece for piece, _ in lex_hf.data._pieces([text], tokenizer)] == ["né<|endoftext|>", " to", " be"]
+
+
+SAVED_BY_0_1_0: dict[str, Any] = {
+    "version": "1.0",
+    "truncation": None,
+    "padding": None,
+    "added_tokens": [
+        {
+            "id": 256,
+            "content": "<|endoftext|>",
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": True,
+        }
+    ],
+    "normalizer": None,
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False},
+    "post_processor": None,
+    "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+    "model": {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": {character: byte for byte, character in bytes_to_unicode().items()},
+        "merges": [],
+    },
+}
 
 
 class TestPack:
@@ -213,6 +414,25 @@ class TestPack:
             # Counted from the row's first token, until a document begins.
             starts = [max([0, *(i for i in range(1, n + 1) if inside[i] == 0)]) for n in range(length)]
             assert positions == [n - start for n, start in enumerate(starts)]
+
+    @pytest.mark.parametrize("separate", [False, True])
+    def test_pieces_and_datasets_on_disk(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separate: bool
+    ) -> None:
+        documents = _documents([f"document {i}" * (i % 4 + 1) for i in range(31)])
+        documents.save_to_disk(tmp_path / "saved")
+        whole = pack(documents, TOKENIZER, 13, separate_documents=separate)
+        monkeypatch.setattr(lex_hf.data, "_CHARACTERS_OF_A_PIECE", 3)
+        monkeypatch.setattr(lex_hf.data, "_CHARACTERS_AT_ONCE", 7)
+        monkeypatch.setattr(lex_hf.data, "_DOCUMENTS_PER_BATCH", 2)
+        pieces = pack(documents, TOKENIZER, 13, separate_documents=separate)
+        saved = pack(Dataset.load_from_disk(tmp_path / "saved"), TOKENIZER, 13, separate_documents=separate)
+        assert whole.column_names == (["input_ids", "position_ids"] if separate else ["input_ids"])
+        assert whole.features == pieces.features == saved.features
+        assert whole[:] == pieces[:] == saved[:]
+        assert saved.cache_files  # examples of a dataset on disk are there as well
+        assert not whole.cache_files
+        assert whole._fingerprint != pieces._fingerprint
 
     def test_no_special_tokens(self) -> None:
         tokenizer = byte_tokenizer()

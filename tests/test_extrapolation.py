@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from conftest import tiny_model
+from datasets import Dataset
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 
@@ -49,6 +50,33 @@ def test_unknown_schemes_fail_before_anything_is_trained(tmp_path: Path) -> None
     with pytest.raises(StrictDataclassError, match="position_embedding_type = 'absolute'"):
         extrapolation.run(tmp_path / "output", schemes=("alibi", "absolute"))
     assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"seeds": (0, 0)}, "seeds = 0, 0: they must be different"),
+        ({"seeds": (2**32,)}, "from 0 to 4294967295"),
+        ({"seeds": ()}, "seeds = none"),
+        ({"steps": 0}, "steps = 0: it must be from 1"),
+        ({"schemes": ("rope", "rope")}, "one is there twice"),
+    ],
+)
+def test_impossible_settings_fail_before_anything_is_trained(
+    settings: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        extrapolation.run(tmp_path / "output", **{"schemes": ("alibi",), **settings})
+    (tmp_path / "file").write_text("precious")
+    with pytest.raises(ValueError, match="is a file, not a folder"):
+        extrapolation.run(tmp_path / "file", schemes=("alibi",))
+    assert not (tmp_path / "output").exists()
+
+
+def test_a_single_step(tmp_path: Path) -> None:
+    examples = Dataset.from_dict({"input_ids": [[1] * 128] * 16})
+    result = tiny.train_tiny(tiny.tiny_config("rope"), tmp_path, examples, steps=1)
+    assert (result.steps, [step for step, _ in result.losses]) == (1, [1])
 
 
 def test_a_curve_is_the_chunked_perplexity_at_each_length() -> None:

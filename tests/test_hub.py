@@ -18,15 +18,16 @@ import pytest
 import torch
 from conftest import random_ids, tiny_model
 from hub_server import HubServer
-from huggingface_hub import constants
+from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
-from huggingface_hub.utils import close_session
+from huggingface_hub.utils import close_session, set_client_factory
+from huggingface_hub.utils._http import default_client_factory
 from safetensors.torch import load, save_file
 from typer.testing import CliRunner
 
 import lex_hf
 from lex_hf.cli import app
-from lex_hf.hub import FolderFile, examine_folder, files_to_push, push_folder
+from lex_hf.hub import TIMEOUT, FolderFile, examine_folder, files_to_push, plain_errors, push_folder
 from lex_hf.modeling_lex import AUTO_MAP
 from lex_hf.tokenization import byte_tokenizer
 
@@ -329,6 +330,30 @@ def with_a_foreign_shard(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../secret.safetensors"}}')
 
 
+def with_a_strange_index(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": ["model.safetensors"]}')
+
+
+def change_weights(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    path = folder / "model.safetensors"
+    tensors = load(path.read_bytes())
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def rename(tensors: dict[str, torch.Tensor]) -> None:
+    tensors["model.ln_f.weight"] = tensors.pop("model.norm.weight")
+
+
+def link_out(folder: Path, name: str) -> Path:
+    """Move a file out of the folder, and put a link in its place."""
+    target = folder.parent / f"outside-{name}"
+    (folder / name).rename(target)
+    (folder / name).symlink_to(target)
+    return target
+
+
 def cut_weights(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1000])
@@ -354,6 +379,24 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
     (pickle_weights, "has no weights as safetensors: load"),
     (cut_weights, "model.safetensors is damaged .*: save the model again"),
     (without_a_shard, "index.json names model-00002-of-.*safetensors, which is no safetensors file in the folder"),
+    (
+        lambda folder: change_weights(folder, rename),
+        r"lacks 1 of the weights of LexForCausalLM, .*: model\.norm\.weight\. Were they renamed\? .*: model\.ln_f\.w",
+    ),
+    (
+        lambda folder: change_weights(folder, lambda tensors: tensors.update({"model.norm.bias": torch.ones(3)})),
+        r"has weights of other shapes .*: model\.norm\.bias \(3,\) instead of \(30,\)",
+    ),
+    (lambda folder: change_config(folder, num_hidden_layers=1), r"holds 16 weights .* model\.layers\.1"),
+    (lambda folder: change_config(folder, hidden_size="wide"), "without success: .*hidden_size"),
+    (lambda folder: change_config(folder, architectures=["GPT2LMHeadModel"]), "it must name one of LexModel, LexFor"),
+    (lambda folder: change_config(folder, auto_map=["AutoModel"]), "lacks AutoConfig, AutoModel"),
+    (lambda folder: write(folder / "config.json", b"[" * 100_000), "config.json is not JSON"),
+    (with_a_strange_index, "has no weights as safetensors"),
+    (lambda folder: link_out(folder, "model.safetensors"), r"model\.safetensors is a link .*: put the file itself in"),
+    (lambda folder: link_out(folder, "config.json"), r"config\.json is a link .*outside-config\.json: put the file"),
+    (lambda folder: link_out(folder, "cache_lex.py"), r"cache_lex\.py is a link that leads out of the folder"),
+    (lambda folder: link_out(folder, "README.md"), r"README\.md is a link that leads out of the folder"),
     (with_a_foreign_shard, "index.json names secret.safetensors, which is no safetensors file in the folder"),
     (lambda folder: (folder / "README.md").unlink(), "or write a README.md yourself; begin it with"),
     (lambda folder: write(folder / "README.md", b"# Tiny"), "README.md has no front matter: begin it with"),
@@ -372,6 +415,118 @@ def test_what_is_no_whole_model_is_refused(
     assert online.requests == []
 
 
+def test_links_that_lead_out_stay(online: HubServer, folder: Path) -> None:
+    write(folder / "LICENSE")
+    expected = contents(folder)
+    write(folder.parent / "secret.png", b"secret")
+    write(folder / ".env", b"secret")
+    stay = {
+        "LICENSE": link_out(folder, "LICENSE"),
+        "tokenizer.json": link_out(folder, "tokenizer.json"),
+        "pictures/secret.png": folder.parent / "secret.png",
+        "hidden.png": folder / ".env",
+        "passwd.svg": Path("/etc/passwd"),
+    }
+    for name in ("pictures/secret.png", "hidden.png", "passwd.svg"):
+        (folder / name).symlink_to(stay[name])
+    (folder / "again.png").symlink_to("pictures/lengths.png")
+    whats = {file.path: file.what for file in examine_folder(folder) if not file.sent}
+    reason = "link that leads out of the folder or to a hidden file"
+    assert whats == {name: f"{reason}, {target}" for name, target in stay.items()} | {".env": "hidden"}
+    push_folder(folder, REPO)
+    sent = {name: content for name, content in expected.items() if name not in stay}
+    assert online.files(REPO) == sent | {"again.png": b"\x89PNG lengths"}
+
+
+def test_a_snapshot_in_the_cache_is_pushed(online: HubServer, folder: Path, tmp_path: Path) -> None:
+    expected = contents(folder)
+    snapshot, blobs = tmp_path / "cache/snapshots/0123abc", tmp_path / "cache/blobs"
+    blobs.mkdir(parents=True)
+    for number, name in enumerate(expected):
+        (folder / name).rename(blobs / str(number))
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(blobs / str(number))
+    (snapshot / "secret.png").symlink_to(tmp_path / "cache/refs")
+    write(tmp_path / "cache/refs", b"secret")
+    push_folder(snapshot, REPO)
+    assert online.files(REPO) == expected
+
+
+def test_names_that_are_not_utf_8_stay(online: HubServer, folder: Path) -> None:
+    expected = contents(folder)
+    write(Path(os.fsdecode(bytes(folder) + b"/caf\xe9.png")))
+    assert examine_folder(folder)[-1] == FolderFile(r"caf\xe9.png", 1, sent=False, what="its name is not UTF-8")
+    push_folder(folder, REPO)
+    assert online.files(REPO) == expected
+
+
+CREATE, COMMIT = "/api/repos/create", f"/api/models/{REPO}/commit/main"
+ASKED = [CREATE, f"/api/models/{REPO}/tree/main", f"/api/models/{REPO}/preupload/main", COMMIT]
+
+
+@pytest.mark.parametrize("path", [*ASKED, f"/{REPO}.git/info/lfs/objects/batch"])
+def test_a_hub_that_never_answers(online: HubServer, folder: Path, path: str) -> None:
+    online.silent = {path}
+    message = rf"The push to {REPO} broke off \(ReadTimeout: .*run the same command again"
+    with pytest.raises(ValueError, match=message), plain_errors(REPO):
+        push_folder(folder, REPO, timeout=0.2)
+    online.silent = set()
+    push_folder(folder, REPO)  # with the usual patience
+    assert online.files(REPO) == contents(folder)
+
+
+def test_patience_is_for_the_push_alone(online: HubServer, folder: Path) -> None:
+    limits = []
+
+    def note(request: Any) -> None:
+        limits.append(request.extensions["timeout"]["read"])
+
+    def own() -> Any:
+        client = default_client_factory()
+        client._transport = Noting(client._transport, note)
+        return client
+
+    set_client_factory(own)
+    try:
+        push_folder(folder, REPO)
+        assert set(limits) == {TIMEOUT}
+        assert len(limits) > 5
+        HfApi().repo_info(REPO)
+        assert limits[-1] is None
+    finally:
+        set_client_factory(default_client_factory)
+
+
+class Noting:
+    """A transport that looks at its requests."""
+
+    def __init__(self, transport: Any, note: Callable[[Any], None]) -> None:
+        self.transport, self.note = transport, note
+
+    def handle_request(self, request: Any) -> Any:
+        self.note(request)
+        return self.transport.handle_request(request)
+
+    def close(self) -> None:
+        self.transport.close()
+
+
+@pytest.mark.parametrize("path", ASKED)
+@pytest.mark.parametrize(
+    "answer", [b"<!DOCTYPE html><h1>Log in", b"{}", b"[]", b'"\xff', b"[" * 100_000, b'"ok"', b"7"]
+)
+def test_what_answers_is_no_hub(online: HubServer, folder: Path, path: str, answer: bytes) -> None:
+    if path.endswith("/tree/main") and answer in (b"{}", b"[]"):
+        return  # an empty folder
+    online.answers = {path: answer}
+    result = CliRunner().invoke(app, ["push", str(folder), REPO])
+    assert result.exit_code == 1, result.output
+    message = (
+        rf"Error: The push to {REPO} broke off: {online.url} gave an answer that a Hub does not give \(\w+: .*\)\."
+    )
+    assert re.search(message + " Check HF_ENDPOINT, and whether a proxy", " ".join(result.stderr.split()))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -379,6 +534,7 @@ def test_what_is_no_whole_model_is_refused(
         (["tests", REPO, "--dry-run"], "tests has no config.json, so it is not the folder of a saved model"),
         (["model", "a/b/c"], "must be in the form"),
         (["model", "a/b/c", "--dry-run"], "must be in the form"),
+        (["model", REPO, "--message", " "], "message = ' ': the commit needs a message"),
         (
             ["model", REPO, "--create-pr", "--branch", "x"],
             "A pull request is opened against main: leave out create_pr",

@@ -1,5 +1,7 @@
 """Import of official checkpoints, from state dicts made here."""
 
+import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +9,10 @@ import pytest
 import torch
 from conftest import random_ids, tiny_model
 from safetensors.torch import save_file
+from typer.testing import CliRunner
 
 from lex_hf import LexForCausalLM, from_torchscale
+from lex_hf.cli import app
 
 OURS_TO_THEIRS = (
     ("model.", ""),
@@ -104,6 +108,58 @@ def test_contradictions_and_gaps_are_named(tmp_path: Path) -> None:
         from_torchscale(state | {"layers.0.ffn.fc1.bias": torch.ones(3)}, **FIELDS)
     with pytest.raises(FileNotFoundError, match=r"absent\.pt is not a file"):
         from_torchscale(tmp_path / "absent.pt")
-    torch.save([torch.ones(2)], tmp_path / "list.pt")
-    with pytest.raises(ValueError, match="holds no state dict"):
-        from_torchscale(tmp_path / "list.pt")
+    for content in ([torch.ones(2)], {1: torch.ones(2)}):
+        torch.save(content, tmp_path / "list.pt")
+        with pytest.raises(ValueError, match="holds no state dict"):
+            from_torchscale(tmp_path / "list.pt")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embed_tokens.weight": torch.tensor(1.0)}, "not a whole decoder"),
+        ({"layers.0.ffn.fc1.weight": torch.ones(3)}, "not a whole decoder"),
+        ({"layers.99999999.ffn.fc1.bias": torch.ones(44)}, "has weights of layer 99999999, but of 3 layers in all"),
+        ({"self_attn_xpos.scale": torch.tensor(1.0)}, r"xPos scales have the shapes \[\(\)\]"),
+        ({"self_attn_xpos.scale": torch.ones(0)}, r"xPos scales have the shapes \[\(0,\)\]"),
+        ({"layers.0.self_attn.xpos.scale": torch.ones(4)}, "xPos scale has 4 values, half a head has 5"),
+        (
+            {"layer_norm.bias": torch.ones(30, dtype=torch.int8)},
+            r"floating-point numbers: model\.norm\.bias: torch.int8",
+        ),
+    ],
+)
+def test_strange_tensors_are_named(changes: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        from_torchscale(official_state(tiny_model()) | changes, **FIELDS)
+
+
+class Code:
+    """What a pickle may hold: a call of any function."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, ("touch /nowhere/at/all",)
+
+
+DAMAGED = {
+    "notes.txt": b"Some text.\n",
+    "empty.pt": b"",
+    "page.bin": b"<!DOCTYPE html><title>Log in</title>",
+    "code.pt": pickle.dumps({"model": Code()}),
+    "state.pkl": pickle.dumps({"model": {"layer_norm.weight": [1.0]}, "args": Path()}),
+    "cut.safetensors": b"\x40\0\0\0\0\0\0\0{",
+    "cut.pt": b"PK\x03\x04" + bytes(500),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+def test_files_that_are_no_checkpoint(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(DAMAGED[name])
+    result = CliRunner().invoke(app, ["warm-start", str(tmp_path / name), str(tmp_path / "out")])
+    assert result.exit_code == 1
+    message = " ".join(result.stderr.split())
+    assert f"{name}' was searched for the weights of a torchscale decoder (a safetensors or PyTorch file)" in message
+    assert "weights_only" not in result.output
+    assert "Traceback" not in result.output
+    assert ("they can run code" in message) == (name in ("notes.txt", "page.bin", "code.pt", "state.pkl"))
+    assert [path.name for path in tmp_path.iterdir()] == [name]

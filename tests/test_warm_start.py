@@ -1,14 +1,19 @@
 """Models that begin with GPT-2's weights, from checkpoints made here."""
 
+import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import random_ids
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
 
 from lex_hf import LexForCausalLM
+from lex_hf.cli import app
 from lex_hf.warm_start import from_gpt2
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -111,3 +116,43 @@ def test_another_model(tmp_path: Path) -> None:
     lex.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="is a model of type 'lex'; a warm start needs 'gpt2'"):
         from_gpt2(tmp_path)
+
+
+def cut(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"transformer.ln_f.weight": Path()}, protocol=2))
+
+
+def without_a_weight(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["transformer.h.1.ln_2.bias"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), r"was searched for a GPT-2 \(config\.json, model\.safeten"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "was searched for a GPT-2 "),
+        (lambda folder: (folder / "model.safetensors").unlink(), "without success: .*no file named"),
+        (cut, "was searched for a causal language model"),
+        (pickled, "Other pickles are not loaded, because they can run code"),
+        (without_a_weight, r"lacks 1 of the weights of GPT2LMHeadModel.*: transformer\.h\.1\.ln_2\.bias"),
+    ],
+)
+def test_folders_that_hold_no_whole_model(tmp_path: Path, spoil: Callable[[Path], object], message: str) -> None:
+    source = tmp_path / "source"
+    gpt2().save_pretrained(source)
+    spoil(source)
+    with pytest.raises(ValueError, match=message) as caught:
+        from_gpt2(source)
+    assert "\n" not in str(caught.value)
+    assert "weights_only" not in str(caught.value)
+    result = CliRunner().invoke(app, ["warm-start", str(source), str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert not (tmp_path / "out").exists()

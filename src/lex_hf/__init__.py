@@ -6,6 +6,10 @@ LEX checkpoints. See arXiv 2212.10554.
 
 from importlib import resources
 
+from . import interrupts as interrupts  # first: what follows takes seconds
+
+# isort: split
+
 from transformers import (
     AutoConfig,
     AutoModel,

@@ -4,24 +4,26 @@ Nothing in a card is typed by hand but what [`About`] holds; all figures come fr
 """
 
 import itertools
-import json
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 import transformers
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.dataclasses import type_validator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import CONFIG_NAME
 
 from lex_hf import plots
 from lex_hf.data import load_documents
 from lex_hf.perplexity import compute_perplexity, load_for_evaluation
+from lex_hf.records import check_file, read_json, to_json, write_text
 
 RECORD, CARD, PICTURE = "record.json", "README.md", "perplexity.png"
 TEMPERATURE, SAMPLE_TOKENS = 0.7, 120
@@ -65,16 +67,26 @@ class About:
         """Read a YAML file.
 
         Raises:
-            ValueError: If a field is missing or unknown.
+            OSError: If it cannot be read.
+            ValueError: If it is not YAML in UTF-8, or a field is missing, unknown or of another type.
         """
-        given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        try:
+            given = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path} is not YAML in UTF-8: {error}") from error
         known = {each.name for each in fields(cls)}
         needed = known - {"prompts", "datasets"}
         if not isinstance(given, dict) or not needed <= set(given) <= known:
-            found = sorted(given) if isinstance(given, dict) else type(given).__name__
+            found = sorted(map(str, given)) if isinstance(given, dict) else type(given).__name__
             raise ValueError(
                 f"{path} must have the fields {sorted(needed)}, and may have datasets and prompts; it has {found}."
             )
+        kinds = get_type_hints(cls)
+        for name, value in given.items():
+            try:
+                type_validator(name, value, kinds[name])
+            except TypeError as error:
+                raise ValueError(f"{path}: {error}") from error
         return cls(**given)
 
 
@@ -87,8 +99,9 @@ def measure(
     characters: int | None = None,
     command: str = "",
     seed: int = 0,
+    overwrite: bool = False,
 ) -> dict[str, Any]:
-    """Measure a model for its card, and write `record.json` and the picture into its folder.
+    """Measure a model for its card, and write `record.json`, the picture and the card into its folder.
 
     Args:
         folder: A model as [`lex_hf.training.train`] leaves it, with the last checkpoint's `trainer_state.json` in it
@@ -99,24 +112,28 @@ def measure(
         characters: Take so many characters from the beginning of each text; `None` for all of it.
         command: The command that is noted in the record.
         seed: Seed of the samples.
+        overwrite: Whether a `README.md` may be replaced that was not rendered from the record in the folder.
 
     Returns:
         The record.
 
     Raises:
-        ValueError: If a corpus is not described in `about.test_data`, or there is no state of the training.
+        ValueError: If a corpus is not described in `about.test_data`, there is no state of the training, or one of
+            the files cannot be written or must not be replaced; all that before anything is measured.
     """
     folder = Path(folder)
+    check_card(folder, overwrite=overwrite)
     unknown = sorted(set(corpora) - set(about.test_data))
     if unknown or not corpora:
         raise ValueError(f"test_data describes {sorted(about.test_data)}; the corpora are {sorted(corpora)}.")
+    if not all(about.prompts):
+        raise ValueError("prompts: one is empty; each needs at least one character, or leave it out.")
     if not lengths:
         raise ValueError("There are no lengths to measure at: give at least one, in tokens.")
     training = _training(folder)
+    texts = {name: _texts(files, characters) for name, files in corpora.items()}
     model, tokenizer = load_for_evaluation(str(folder), device="cpu")
-    evaluation = {
-        name: _evaluate(model, tokenizer, _texts(files, characters), lengths) for name, files in corpora.items()
-    }
+    evaluation = {name: _evaluate(model, tokenizer, each, lengths) for name, each in texts.items()}
     record = {
         "about": asdict(about),
         "model": _describe(model),
@@ -131,22 +148,69 @@ def measure(
             "transformers": transformers.__version__,
         },
     }
-    _write(folder / RECORD, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    write_text(folder / RECORD, to_json(record, indent=1, ensure_ascii=False) + "\n")
+    write_text(folder / CARD, _render_file(folder / RECORD))
     _draw(folder, record)
     return record
 
 
-def write_card(folder: str | Path) -> Path:
+def write_card(folder: str | Path, *, overwrite: bool = False) -> Path:
     """Render the card of a model from the record in its folder.
+
+    Args:
+        folder: Where the record is.
+        overwrite: Whether a `README.md` may be replaced that is not the card of that record.
 
     Raises:
         FileNotFoundError: If there is no record.
+        ValueError: If the record is none that [`measure`] wrote, or the card cannot be written or must not be
+            replaced.
     """
     folder = Path(folder)
     if not (folder / RECORD).is_file():
         raise FileNotFoundError(f"{folder} has no {RECORD}: measure the model first, with texts to test it on.")
-    _write(folder / CARD, render(json.loads((folder / RECORD).read_text(encoding="utf-8"))))
+    check_card(folder, overwrite=overwrite)
+    write_text(folder / CARD, _render_file(folder / RECORD))
     return folder / CARD
+
+
+def check_card(folder: Path, *, overwrite: bool = False) -> None:
+    """Check, before any work, that record, picture and card can be written, and nothing typed by hand is lost.
+
+    Raises:
+        ValueError: If a file cannot be written, or there is a `README.md` that was not rendered from the record.
+    """
+    for name in (RECORD, CARD, PICTURE):
+        check_file(folder / name, "The file")
+    if (folder / CARD).is_file() and not overwrite and not _is_rendered(folder):
+        raise ValueError(
+            f"{folder / CARD} is not the card of the {RECORD} beside it: it was written or changed by hand. Keep what "
+            "it says elsewhere, then give --overwrite (overwrite=True)."
+        )
+
+
+def _is_rendered(folder: Path) -> bool:
+    """Whether the card says what the record does; libraries differ in how they lay out the front matter."""
+    try:
+        found = (folder / CARD).read_text(encoding="utf-8")
+        return _parts(found) == _parts(_render_file(folder / RECORD))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+
+
+def _parts(card: str) -> tuple[Any, str]:
+    """The data in front, and the text."""
+    start, data, text = card.split("---\n", 2)
+    return (start, yaml.safe_load(data)), text
+
+
+def _render_file(path: Path) -> str:
+    try:
+        return render(read_json(path))
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no record of `lex-hf card` ({type(error).__name__}: {error}): measure the model again."
+        ) from error
 
 
 def render(record: Mapping[str, Any]) -> str:
@@ -166,7 +230,7 @@ def render(record: Mapping[str, Any]) -> str:
         verdicts="\n".join(_verdicts(record)),
         samples="\n\n".join(_quoted(each) for each in record["samples"]),
         training=_training_text(record),
-        losses="\n".join(f"| {step} | {loss:.3f} |" for step, loss in _thinned(record["training"]["losses"])),
+        losses="\n".join(f"| {step} | {_number(loss, 3)} |" for step, loss in _thinned(record["training"]["losses"])),
         data="\n".join(f"- {line}" for line in [*about["data"], *_test_lines(about)]),
         limits="\n".join(f"- {line}" for line in about["limits"]),
         commands="\n".join(f"$ {line}" for line in (about["command"], record["command"]) if line),
@@ -188,6 +252,7 @@ def _card_data(record: Mapping[str, Any]) -> ModelCardData:
         )
         for name, curve in record["evaluation"].items()
         for length, found in curve.items()
+        if _is_finite(found["perplexity"])
     ]
     return ModelCardData(
         model_name=about["name"],
@@ -223,9 +288,9 @@ def _training(folder: Path) -> dict[str, Any]:
     states = sorted(folder.glob("**/trainer_state.json"), key=lambda path: path.stat().st_mtime)
     if not states:
         raise ValueError(f"{folder} holds no trainer_state.json: measure the folder that the training wrote.")
-    state = json.loads(states[-1].read_text(encoding="utf-8"))
+    state = read_json(states[-1])
     logged = [entry for entry in state["log_history"] if "loss" in entry]
-    config = json.loads((folder / CONFIG_NAME).read_text(encoding="utf-8"))
+    config = read_json(folder / CONFIG_NAME)
     tokens = max(entry.get("num_input_tokens_seen", 0) for entry in state["log_history"])
     return {
         "steps": state["global_step"],
@@ -289,14 +354,24 @@ def _table(record: Mapping[str, Any]) -> str:
     for name, curve in record["evaluation"].items():
         cells = [_cell(curve[length]) for length in lengths]
         last = curve[lengths[-1]]
-        rows.append([name, str(last["texts"]), *cells, f"{last['bits_per_byte']:.3f}"])
+        rows.append([name, str(last["texts"]), *cells, _number(last["bits_per_byte"], 3)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def _cell(found: Mapping[str, Any]) -> str:
+    value = _number(found["perplexity"], 2)
     if found["low"] is None:
-        return f"{found['perplexity']:.2f}"
-    return f"{found['perplexity']:.2f} ({found['low']:.1f} to {found['high']:.1f})"
+        return value
+    return f"{value} ({_number(found['low'], 1)} to {_number(found['high'], 1)})"
+
+
+def _number(value: float | None, digits: int) -> str:
+    """A number in the card; JSON has `null` for those that are not finite."""
+    return f"{value:.{digits}f}" if _is_finite(value) else "not finite"
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def _verdicts(record: Mapping[str, Any]) -> list[str]:
@@ -304,7 +379,10 @@ def _verdicts(record: Mapping[str, Any]) -> list[str]:
     trained = record["model"]["training_length"]
     lines = []
     for name, curve in record["evaluation"].items():
-        values = {int(length): found["perplexity"] for length, found in curve.items()}
+        values = {
+            int(length): found["perplexity"] if _is_finite(found["perplexity"]) else math.inf
+            for length, found in curve.items()
+        }
         lengths = sorted(values)
         steps = [(a, b) for a, b in itertools.pairwise(lengths) if values[b] >= values[a]]
         beyond = f"{lengths[-1] / trained:g} times the training length"
@@ -338,9 +416,3 @@ def _thinned(losses: Sequence[Sequence[float]]) -> list[Sequence[float]]:
 
 def _test_lines(about: Mapping[str, Any]) -> list[str]:
     return [f"Tested on {name}: {line}" for name, line in about["test_data"].items()]
-
-
-def _write(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)

@@ -1,21 +1,37 @@
 """The command line: parse, call one function of the Python API, print."""
 
 import contextlib
-import json
+import math
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, cast
+from typing import Annotated, Any, cast
 
 import typer
-from huggingface_hub.errors import StrictDataclassError
 from rich import box
 from rich.console import Console
 from rich.table import Table
-from safetensors import SafetensorError
+from typer.core import TyperGroup
+
+from lex_hf import interrupts
+from lex_hf.records import check_file, check_folder, check_new_folder, to_json, whole_file, whole_folder, write_text
+from lex_hf.terminal import errors_as_sentences, plain_console, write_any_text
+from lex_hf.terminal import fail as _fail
+
+
+class _Commands(TyperGroup):
+    """All commands: what goes wrong in one is said in a sentence."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command."""
+        write_any_text()
+        with errors_as_sentences():
+            return super().invoke(ctx)
+
 
 app = typer.Typer(
+    cls=_Commands,
     help="Length-Extrapolatable Transformers: train on short texts, read and write long ones.",
     no_args_is_help=True,
     rich_markup_mode=None,  # its columns cut option names short in a narrow terminal
@@ -23,13 +39,31 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+_MOST = 10**9  # of steps and of tokens
+_LARGEST_SEED = 2**32 - 1  # of NumPy
+
+
+def _finite(value: float) -> float:
+    """Refuse NaN and infinity, which ranges let pass."""
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
 Model = Annotated[str, typer.Argument(help="Folder or Hub id of a model with its tokenizer.")]
 Files = Annotated[
     list[str],
     typer.Argument(help="Text files, JSON lines (.jsonl, .jsonl.gz), folders of them, or names of Hub datasets."),
 ]
 TextField = Annotated[str, typer.Option(help="Field or column that holds the text.")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON; all else goes to standard error.")]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print the result as JSON, in which infinite numbers and NaN become null; all else goes to standard "
+        "error.",
+    ),
+]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")]
 Pattern = Annotated[str | None, typer.Option(help="blockwise, sliding or full; the model's own by default.")]
@@ -59,8 +93,8 @@ Records = Annotated[
 @app.command()
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for models, results and the plot.")] = Path("demo_output"),
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps for each of the two models.")] = 1500,
-    generate: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 2000,
+    steps: Annotated[int, typer.Option(min=1, max=_MOST, help="Optimiser steps for each of the two models.")] = 1500,
+    generate: Annotated[int, typer.Option(min=1, max=_MOST, help="Tokens to generate.")] = 2000,
 ) -> None:
     """Train a tiny LEX on Python's own library, evaluate it at 16 times its training length, generate."""
     from lex_hf import demo as story
@@ -73,8 +107,10 @@ def demo(
 def extrapolation(
     output: Annotated[Path, typer.Option(help="Folder for models, table, plot and JSON; used again if it exists.")],
     scheme: Annotated[list[str] | None, typer.Option(help="A position scheme; all of them by default.")] = None,
-    seed: Annotated[list[int] | None, typer.Option(help="A seed; 0 and 1 by default.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps of each model.")] = 1500,
+    seed: Annotated[
+        list[int] | None, typer.Option(min=0, max=_LARGEST_SEED, help="A seed; 0 and 1 by default.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, max=_MOST, help="Optimiser steps of each model.")] = 1500,
 ) -> None:
     """Train a tiny model for each position scheme and compare them at up to 16 times the training length."""
     from lex_hf import extrapolation as comparison
@@ -108,9 +144,11 @@ def reproduce(
         typer.Option(help="Texts to test on, NAME=FILE; several times, the same name to put files together."),
     ] = None,
     seeds: Annotated[str, typer.Option(help="Seeds, with commas between them.")] = "0,1,2",
-    steps: Annotated[int | None, typer.Option(min=1, help="Optimiser steps; the preset's by default.")] = None,
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=_MOST, help="Optimiser steps; the preset's by default.")
+    ] = None,
     length: Annotated[
-        int | None, typer.Option(help="l: tokens in a training example; the preset's by default.")
+        int | None, typer.Option(min=8, max=_MOST, help="l: tokens in a training example; the preset's by default.")
     ] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="bytes, bpe:SIZE, or a folder or Hub id; the preset's by default.")
@@ -153,7 +191,7 @@ def reproduce(
         else:
             result = running.run(request, console=console)
     if as_json and _is_main_process():
-        print(json.dumps(result))  # noqa: T201
+        _print_json(result)
 
 
 def _seeds(text: str) -> list[int]:
@@ -182,8 +220,7 @@ def _print_reproduction(console: Console, plan: dict[str, Any]) -> None:
     lengths = ", ".join(map(str, plan["lengths"]))
     console.print(
         f"Measured: {plan['measure']} at {lengths} tokens, of {len(plan['evaluations'])} systems, on "
-        + (", ".join(texts["name"] for texts in plan["tests"]) or "no texts"),
-        highlight=False,
+        + (", ".join(texts["name"] for texts in plan["tests"]) or "no texts")
     )
 
 
@@ -203,13 +240,13 @@ def check(
     from lex_hf.perplexity import load_for_evaluation
 
     with _session(as_json) as console:
+        sample = "A block sees itself and the one before. " * 15 if text is None else _typed(text, "--text")
         lex, words = load_for_evaluation(
             model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **_pattern(attention_pattern)
         )
-        sample = "A block sees itself and the one before. " * 15 if text is None else text
         result = check_positions(lex, words(sample, return_tensors="pt")["input_ids"], shift=shift)
     if as_json:
-        print(json.dumps(vars(result)))  # noqa: T201
+        _print_json(vars(result))
         return
     table = Table(title=f"{model}: largest change of a logit")
     table.add_column("when")
@@ -264,6 +301,13 @@ def train(
     ] = None,
     assignments: Assignments = None,
     resume: Annotated[bool, typer.Option(help="Continue from the last complete checkpoint in the output.")] = False,
+    allow_change: Annotated[
+        list[str] | None,
+        typer.Option(help="Of --resume: a setting that may be other than it was, as learning_rate; several times."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option(help="Replace the model, checkpoints and recipe.yaml in the output; all else is kept.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Only tell what it would take: parameters, tokens, memory, FLOPs.")
     ] = False,
@@ -287,7 +331,7 @@ def train(
             told, text = plan.estimate(config, processes), plan.to_yaml(None if model else config)
     if dry_run:
         if as_json:
-            print(json.dumps(told.to_dict() | {"recipe": text}))  # noqa: T201
+            _print_json(told.to_dict() | {"recipe": text})
         elif _is_main_process():
             _print_training_plan(console, plan.name, told, text)
         return
@@ -295,11 +339,12 @@ def train(
         sources = [*(data or []), *(files or [])]
         if output is None or not sources:
             raise ValueError("A training needs texts and a folder: --data FILES --output DIR.")
-        result = _train(console, plan, sources, eval_data or [], output, model, resume=resume)
+        rules = {"resume": resume, "allow_changes": allow_change or [], "overwrite": overwrite}
+        result = _train(console, plan, sources, eval_data or [], output, model, rules)
         if not _is_main_process():
             return
     if as_json:
-        print(json.dumps({**vars(result), "model_folder": str(result.model_folder)}))  # noqa: T201
+        _print_json(result.to_dict())
     else:
         console.print(
             f"{result.steps} steps, {result.tokens} tokens, mean loss {result.train_loss:.4f} nats per token; "
@@ -320,14 +365,14 @@ def tokenizer_command(
     from lex_hf.tokenization import train_tokenizer
 
     with _session(as_json) as console:
-        _check_new(output)
+        check_new_folder(output, "--output")
         texts = (document["text"] for document in stream_documents(files, text_field=text_field))
         words = train_tokenizer(texts, vocab_size)
         _save_folder(output, words)
     if as_json:
-        print(json.dumps({"tokens": len(words), "folder": str(output)}))  # noqa: T201
+        _print_json({"tokens": len(words), "folder": str(output)})
     else:
-        console.print(f"{len(words)} tokens; the tokenizer is in {output}", highlight=False)
+        console.print(f"{len(words)} tokens; the tokenizer is in {output}")
 
 
 @app.command("warm-start")
@@ -351,11 +396,11 @@ def warm_start(
     from lex_hf.warm_start import from_gpt2
 
     with _session(as_json) as console:
-        _check_new(output)
+        check_new_folder(output, "OUTPUT")
         fields = recipes.model_fields(assignments or [])
         is_file = Path(source).is_file()
         lex = from_torchscale(source, **fields) if is_file else from_gpt2(source, **fields)
-        name = tokenizer or (None if is_file else source)
+        name = (None if is_file else source) if tokenizer is None else tokenizer
         words = None if name is None else recipes.load_tokenizer(name)
         if words is not None and len(words) > lex.config.vocab_size:
             raise ValueError(
@@ -364,9 +409,9 @@ def warm_start(
         _save_folder(output, *filter(None, (words, lex)))
     count = sum(parameter.numel() for parameter in lex.parameters())
     if as_json:
-        print(json.dumps({"parameters": count, "tokenizer": name, "folder": str(output)}))  # noqa: T201
+        _print_json({"parameters": count, "tokenizer": name, "folder": str(output)})
     else:
-        console.print(f"{count} parameters; the model is in {output}", highlight=False)
+        console.print(f"{count} parameters; the model is in {output}")
 
 
 @app.command()
@@ -397,17 +442,22 @@ def evaluate(
     Under torchrun or accelerate launch the texts are shared out between the processes.
     """
     from lex_hf.data import load_documents
-    from lex_hf.perplexity import compute_perplexity, load_for_evaluation
+    from lex_hf.perplexity import compute_perplexity, load_for_evaluation, protocol_options
 
     with _session(as_json) as console:
         _check_plot(plot, length)
+        _check_files(files, csv=csv, plot=plot, records=records)
+        _check_records(records)
+        size = _batch_size(batch_size)
+        for each in length or ():
+            protocol_options(protocol, each, stride=stride, contexts=contexts)
         texts = list(load_documents(files, text_field=text_field)["text"])
         lex, words = load_for_evaluation(
             model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **_pattern(attention_pattern)
         )
-        lengths: list[int | None] = [*length] if length else [None]
-        results = [
-            compute_perplexity(
+        known = None if plot is None else _known_length(model, lex.config)
+        results_by_length = {
+            each: compute_perplexity(
                 lex,
                 words,
                 texts,
@@ -415,23 +465,28 @@ def evaluate(
                 length=each,
                 stride=stride,
                 contexts=contexts,
-                batch_size=_batch_size(batch_size),
+                batch_size=size,
                 add_start_token=start_token,
                 records=records,
             )
-            for each in lengths
-        ]
+            for each in (sorted(set(length), reverse=True) if length else [None])  # what is too long fails first
+        }
+        results = [results_by_length[each] for each in length] if length else [*results_by_length.values()]
         if not _is_main_process():
             return
         rows = [row for result in results for row in _perplexity_rows(result)]
-        if csv is not None:
-            _write_csv(csv, rows)
-        if plot is not None:
-            _plot_perplexity(plot, model, lex.config, results)
-    if as_json:
-        print(json.dumps([result.to_dict() for result in results]))  # noqa: T201
-    else:
-        console.print(_perplexity_table(f"{model}: {len(texts)} texts, {protocol}", rows))
+
+    def show() -> None:
+        if as_json:
+            _print_json([result.to_dict() for result in results])
+        else:
+            console.print(_perplexity_table(f"{model}: {len(texts)} texts, {protocol}", rows))
+
+    _print_after(
+        show,
+        lambda: None if csv is None else _write_csv(csv, rows),
+        lambda: None if plot is None or known is None else _plot_perplexity(plot, model, known, results),
+    )
 
 
 @app.command()
@@ -460,11 +515,18 @@ def compare(
     """Compare two models on the same texts, paired by text: t-test, bootstrap interval, ratio of perplexities."""
     from lex_hf import comparison
     from lex_hf.data import load_documents
+    from lex_hf.loading import check_model
     from lex_hf.perplexity import compute_perplexity, load_for_evaluation
 
     with _session(as_json) as console:
         patterns = _two_patterns(attention_pattern)
+        _check_files(files, records=records)
+        _check_records(records)
+        size = _batch_size(batch_size)
         texts = list(load_documents(files, text_field=text_field)["text"])
+        for model, pattern in zip((model_a, model_b), patterns, strict=True):  # both, before one is measured
+            check_model(model, trust_remote_code=trust_remote_code, **_pattern(pattern))
+        comparison.check_pairs(len(texts))
         results: list[Any] = []
         for model, pattern in zip((model_a, model_b), patterns, strict=True):
             lex, words = load_for_evaluation(
@@ -477,21 +539,22 @@ def compare(
                 protocol=protocol,
                 length=results[0].length if results else length,
                 stride=stride,
-                batch_size=_batch_size(batch_size),
+                batch_size=size,
                 add_start_token=start_token,
                 records=records,
             )
             results.append(result)
-        paired = comparison.compare(*results)
-        if not _is_main_process():
-            return
-    if as_json:
-        both = dict(zip("ab", (result.to_dict() for result in results), strict=True))
-        print(json.dumps({**paired.to_dict(), **both}))  # noqa: T201
+    if not _is_main_process():
         return
+    both = dict(zip("ab", (result.to_dict() for result in results), strict=True))
     rows = [{"model": name} | _perplexity_rows(result)[-1] for name, result in zip("AB", results, strict=True)]
-    console.print(_perplexity_table(f"A: {model_a}, B: {model_b}: {len(texts)} texts, {protocol}", rows))
-    _print_comparison(console, paired)
+    if not as_json:  # also if they do not compare, as with different tokenizers
+        console.print(_perplexity_table(f"A: {model_a}, B: {model_b}: {len(texts)} texts, {protocol}", rows))
+    paired = comparison.compare(*results)
+    if as_json:
+        _print_json({**paired.to_dict(), **both})
+    else:
+        _print_comparison(console, paired)
 
 
 Length = Annotated[int, typer.Option(min=2, help="Tokens of a segment.")]
@@ -519,29 +582,32 @@ def resolution(
     as_json: Json = False,
 ) -> None:
     """Measure attention resolution, layer by layer (LEX paper, Eq. 3, 4, 13)."""
+    import torch
+
     from lex_hf import plots
-    from lex_hf.resolution import measure_resolution
+    from lex_hf.resolution import attention_resolution, measure_resolution
 
     with _session(as_json) as console:
+        _check_patterns(attention_pattern)
+        _check_measurements(output, "resolution", *(f"curves-{name}" for name in attention_pattern or ()))
+        attention_resolution(torch.tensor([1.0, 0.0]), reading=cast(Any, reading))  # fails before any work
         results = {
             name: measure_resolution(lex, ids, reading=cast(Any, reading))
             for name, lex, ids in _models_and_segments(
                 model, files, length, segments, attention_pattern, device, dtype, trust_remote_code, text_field
             )
         }
-        figure = plots.resolution_by_layer(results, title=f"{model}: resolution at {length} tokens")
-        pictures = {"resolution": figure} | {f"curves-{name}": result.plot() for name, result in results.items()}
-        _write_measurements(output, "resolution", results, pictures)
-    if as_json:
-        print(json.dumps({name: result.to_dict() for name, result in results.items()}))  # noqa: T201
-        return
     table = Table(title=f"{model}: attention resolution at {length} tokens")
     for column in ("layer", *results):
         table.add_column(column, justify="right")
     columns = [[*result.by_layer, result.mean] for result in results.values()]
     for layer, row in enumerate(zip(*columns, strict=True)):
         table.add_row("mean" if layer == len(columns[0]) - 1 else str(layer), *(f"{value:.4f}" for value in row))
-    console.print(table)
+    title = f"{model}: resolution at {length} tokens"
+    pictures = {"resolution": lambda: plots.resolution_by_layer(results, title=title)} | {
+        f"curves-{name}": result.plot for name, result in results.items()
+    }
+    _show_measurements(console, as_json, table, output, "resolution", results, pictures)
 
 
 @app.command()
@@ -550,7 +616,9 @@ def receptive_field(
     files: Files,
     length: Length = 1024,
     segments: Segments = 4,
-    threshold: Annotated[float, typer.Option(help="Share of the gradient that the tokens counted hold.")] = 0.99,
+    threshold: Annotated[
+        float, typer.Option(callback=_finite, help="Share of the gradient that the tokens counted hold.")
+    ] = 0.99,
     batch_size: Annotated[int, typer.Option(min=1, help="Segments at once.")] = 1,
     attention_pattern: Patterns = None,
     output: Output = None,
@@ -565,35 +633,34 @@ def receptive_field(
     from lex_hf.receptive_field import receptive_field as measure
 
     with _session(as_json) as console:
+        _check_patterns(attention_pattern)
+        _check_measurements(output, "receptive-field")
         results = {
             name: measure(lex, ids, threshold=threshold, batch_size=batch_size)
             for name, lex, ids in _models_and_segments(
                 model, files, length, segments, attention_pattern, device, dtype, trust_remote_code, text_field
             )
         }
-        figure = plots.receptive_fields(results, title=f"{model}: what acts on the prediction after {length} tokens")
-        _write_measurements(output, "receptive-field", results, {"receptive-field": figure})
-    if as_json:
-        print(json.dumps({name: result.to_dict() for name, result in results.items()}))  # noqa: T201
-        return
     table = Table(title=f"{model}: receptive field, {segments} segments of {length} tokens")
     for column in ("pattern", f"empirical ({threshold:g})", "theoretical"):
         table.add_column(column, justify="right")
     for name, result in results.items():
         theoretical = "the whole text" if result.theoretical is None else str(result.theoretical)
         table.add_row(name, str(result.erf), theoretical)
-    console.print(table)
+    title = f"{model}: what acts on the prediction after {length} tokens"
+    pictures = {"receptive-field": lambda: plots.receptive_fields(results, title=title)}
+    _show_measurements(console, as_json, table, output, "receptive-field", results, pictures)
 
 
 @app.command()
 def generate(
     model: Model,
     prompt: Annotated[str, typer.Argument(help="The text to continue; '-' reads it from standard input.")],
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens to generate.")] = 200,
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=_MOST, help="Tokens to generate.")] = 200,
     greedy: Annotated[bool, typer.Option(help="Take the most probable token instead of sampling.")] = False,
-    temperature: Annotated[float, typer.Option(min=0.01, help="Temperature of sampling.")] = 0.8,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Nucleus of sampling.")] = 0.95,
-    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    temperature: Annotated[float, typer.Option(min=0.01, callback=_finite, help="Temperature of sampling.")] = 0.8,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, callback=_finite, help="Nucleus of sampling.")] = 0.95,
+    seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Seed of sampling.")] = 0,
     attention_pattern: Pattern = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -606,23 +673,33 @@ def generate(
     from lex_hf.perplexity import load_for_evaluation
 
     with _session(as_json):
+        beginning = _standard_input() if prompt == "-" else _typed(prompt, "PROMPT")
         lex, words = load_for_evaluation(
             model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **_pattern(attention_pattern)
         )
-        inputs = _prompt(sys.stdin.read() if prompt == "-" else prompt, words).to(lex.device)
+        inputs = _prompt(beginning, words).to(lex.device)
+        largest, size = int(inputs["input_ids"].max()), lex.get_input_embeddings().weight.shape[0]
+        if largest >= size:
+            raise ValueError(
+                f"The prompt holds the token id {largest}, but the vocabulary of {model} has {size} ids: use the "
+                "tokenizer the model was trained with."
+            )
         set_seed(seed)
         sampling = {} if greedy else {"temperature": temperature, "top_p": top_p}
-        output = lex.generate(
-            **inputs,
-            max_new_tokens=max_new_tokens,
-            do_sample=not greedy,
-            streamer=None if as_json else TextStreamer(words),
-            return_dict_in_generate=True,
-            **sampling,
-        )
+        try:
+            output = lex.generate(
+                **inputs,
+                max_new_tokens=max_new_tokens,
+                do_sample=not greedy,
+                streamer=None if as_json else TextStreamer(words),
+                return_dict_in_generate=True,
+                **sampling,
+            )
+        except IndexError as error:  # of models whose positions are a table
+            raise ValueError(f"{model} cannot read so many tokens ({error}): choose fewer.") from error
     if as_json:
         tokens = output.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-        print(json.dumps({"text": words.decode(tokens), "tokens": tokens}))  # noqa: T201
+        _print_json({"text": words.decode(tokens), "tokens": tokens})
 
 
 @app.command()
@@ -656,9 +733,9 @@ def push(
                 folder, repo_id, private=private, revision=revision, message=message, create_pr=create_pr
             )
             result = {"commit": commit.oid, "url": commit.pr_url or commit.commit_url}
-            console.print(f"Pushed: {result['url']}", soft_wrap=True, highlight=False)
+            console.print(f"Pushed: {result['url']}", soft_wrap=True)
     if as_json:
-        print(json.dumps(result))  # noqa: T201
+        _print_json(result)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -691,7 +768,10 @@ def card(
     ] = None,
     length: Annotated[list[int] | None, typer.Option(min=1, help="Tokens in a segment; several times.")] = None,
     characters: Annotated[int | None, typer.Option(min=1, help="Characters from the beginning of each text.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the samples.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=_LARGEST_SEED, help="Seed of the samples.")] = 0,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a README.md that this command did not write.")
+    ] = False,
 ) -> None:
     """Write the model card of a model from its record; with --about and --test, measure it first."""
     from lex_hf import card as cards
@@ -708,8 +788,9 @@ def card(
                 characters=characters,
                 command=shlex.join(["lex-hf", *sys.argv[1:]]),
                 seed=seed,
+                overwrite=overwrite,
             )
-        console.print(f"The card is in {cards.write_card(folder)}", soft_wrap=True, highlight=False)
+        console.print(f"The card is in {cards.write_card(folder, overwrite=overwrite)}", soft_wrap=True)
 
 
 def _corpora(pairs: list[str]) -> dict[str, list[str]]:
@@ -726,18 +807,17 @@ def _corpora(pairs: list[str]) -> dict[str, list[str]]:
 def _files_table(title: str, files: list[Any]) -> Table:
     """What a push sends, with sizes, and below a line what stays, with the reasons."""
     from rich.filesize import decimal
-    from rich.text import Text
 
     sent = [file for file in files if file.sent]
     total = decimal(sum(file.size for file in sent))
     caption = f"{len(sent)} files, {total}, would be sent; the rest stays."
-    table = Table(title=Text(title), caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("file", overflow="fold")
     table.add_column("size", justify="right", no_wrap=True)
     table.add_column("sent", no_wrap=True)
     table.add_column("what, or why not")
     for file in files:
-        table.add_row(Text(file.path), decimal(file.size), "yes" if file.sent else "no", file.what)
+        table.add_row(file.path, decimal(file.size), "yes" if file.sent else "no", file.what)
     return table
 
 
@@ -749,9 +829,35 @@ def _prompt(text: str, tokenizer: Any) -> Any:
     return inputs
 
 
+def _typed(text: str, name: str) -> str:
+    """Refuse what was typed in another encoding."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text, from character {error.start + 1} on: convert it.") from error
+    return text
+
+
+def _standard_input() -> str:
+    if sys.stdin is None:
+        raise ValueError("There is no standard input to read the prompt from.")
+    content = sys.stdin.buffer.read()
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"The standard input is not UTF-8 text: byte 0x{content[error.start]:02x} at offset {error.start}: "
+            "convert it."
+        ) from error
+
+
 def _batch_size(text: str) -> Any:
-    """A number, or what else was typed, such as auto."""
-    return int(text) if text.isdecimal() else text
+    """A number of windows, or auto."""
+    from lex_hf.perplexity import check_batch_size
+
+    size = int(text) if text.isdecimal() else text
+    check_batch_size(size)
+    return size
 
 
 def _is_main_process() -> bool:
@@ -799,7 +905,6 @@ def _print_comparison(console: Console, paired: Any) -> None:
         f"(95 % interval {low:+.4f} to {high:+.4f}); ratio of perplexities {paired.perplexity_ratio:.4f}",
         f"paired two-sided t-test: p = {paired.p_value:.3g}, {paired.verdict}",
         sep="\n",
-        highlight=False,
     )
 
 
@@ -807,12 +912,10 @@ def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows under their names; the file appears only when it is whole."""
     from csv import DictWriter
 
-    partial = path.with_name(f"{path.name}.partial")
-    with partial.open("w", encoding="utf-8", newline="") as file:
+    with whole_file(path) as place, place.open("w", encoding="utf-8", newline="") as file:
         writer = DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-    partial.replace(path)
 
 
 def _check_plot(path: Path | None, lengths: list[int] | None) -> None:
@@ -820,18 +923,47 @@ def _check_plot(path: Path | None, lengths: list[int] | None) -> None:
         raise ValueError("--plot draws perplexity against length: give --length at least twice.")
 
 
-def _plot_perplexity(path: Path, model: str, config: Any, results: list[Any]) -> None:
-    from lex_hf import plots
+def _check_files(sources: list[str], **files: Path | None) -> None:
+    """Check the files of options before any work: each can be written, and nothing that is needed is replaced."""
+    taken = {Path(source).resolve(): source for source in sources}
+    for option, path in files.items():
+        if path is None:
+            continue
+        check_file(path, f"--{option}")
+        other = taken.setdefault(path.resolve(), f"--{option}")
+        if other != f"--{option}" and (path.is_file() or not path.exists()):
+            raise ValueError(f"--{option} {path} is the same file as {other}: choose another path.")
 
+
+def _check_records(path: Path | None) -> None:
+    if path is not None and path.exists() and not path.is_file():
+        raise ValueError(f"--records {path} is no regular file: what is written there cannot be read again.")
+
+
+def _known_length(model: str, config: Any) -> int:
     known = getattr(config, "training_length", None) or getattr(config, "max_position_embeddings", None)
     if known is None:
         raise ValueError(f"--plot marks the training length, but the configuration of {model} does not tell it.")
+    return int(known)
+
+
+def _plot_perplexity(path: Path, model: str, known: int, results: list[Any]) -> None:
+    from lex_hf import plots
+
     ordered = sorted(results, key=lambda result: result.length)
     curve = {result.length: result.perplexity for result in ordered}
     intervals = {result.length: result.confidence_interval for result in ordered if result.confidence_interval}
     bands = {model: intervals} if intervals else None  # of a single text there are none
     title = f"{model}, {results[0].protocol}"
     plots.save(plots.perplexity_by_length({model: curve}, known, title=title, intervals=bands), path)
+
+
+def _check_patterns(names: list[str] | None) -> None:
+    from lex_hf.configuration_lex import ATTENTION_PATTERNS
+
+    for name in names or ():
+        if name not in ATTENTION_PATTERNS:
+            raise ValueError(f"attention_pattern = {name!r}: it must be one of {', '.join(ATTENTION_PATTERNS)}.")
 
 
 def _models_and_segments(
@@ -873,18 +1005,39 @@ def _segments(documents: Any, length: int, count: int) -> Any:
     return torch.tensor(whole[:count])
 
 
-def _write_measurements(folder: Path | None, name: str, results: dict[str, Any], pictures: dict[str, Any]) -> None:
-    """Write numbers and pictures, each under its name only when it is whole."""
-    from lex_hf import plots
-
+def _check_measurements(folder: Path | None, *names: str) -> None:
+    """Check, before any work, that numbers and pictures can be written."""
     if folder is None:
         return
-    folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{name}.json.partial"
-    partial.write_text(json.dumps({key: result.to_dict() for key, result in results.items()}) + "\n")
-    partial.replace(folder / f"{name}.json")
-    for title, figure in pictures.items():
-        plots.save(figure, folder / f"{title}.png")
+    check_folder(folder, "--output")
+    for file in (f"{names[0]}.json", *(f"{name}.png" for name in names)) if folder.is_dir() else ():
+        check_file(folder / file, "--output:")
+
+
+def _show_measurements(
+    console: Console,
+    as_json: bool,
+    table: Table,
+    folder: Path | None,
+    name: str,
+    results: dict[str, Any],
+    pictures: dict[str, Callable[[], Any]],
+) -> None:
+    """Write numbers and pictures, each under its name only when it is whole, and print the numbers."""
+    from lex_hf import plots
+
+    numbers = {key: result.to_dict() for key, result in results.items()}
+
+    def write(folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_text(folder / f"{name}.json", to_json(numbers) + "\n")
+        for title, draw in pictures.items():
+            plots.save(draw(), folder / f"{title}.png")
+
+    _print_after(
+        lambda: _print_json(numbers) if as_json else console.print(table),
+        lambda: None if folder is None else write(folder),
+    )
 
 
 def _two_patterns(names: list[str] | None) -> list[str | None]:
@@ -927,45 +1080,45 @@ def _train(
     eval_sources: list[str],
     output: Path,
     model: str | None,
-    *,
-    resume: bool,
+    rules: dict[str, Any],
 ) -> Any:
-    """Train as planned, and leave the recipe with the model."""
+    """Train as planned, and leave the recipe with the model; `rules` say what may be resumed or replaced."""
     from transformers import set_seed
 
     from lex_hf import LexForCausalLM, training
+    from lex_hf.estimate import check_memory
     from lex_hf.perplexity import load_for_evaluation
+    from lex_hf.run_folder import RECIPE_NAME, claimed
 
+    check_folder(output, "--output")
     # First: they find the processes of a launcher and their devices, which loading a model would settle otherwise.
     arguments = plan.arguments(output)
-    examples_of = _packing(plan, sources, arguments.seed)
-    set_seed(arguments.seed)
-    if model is not None:
-        lex, words = load_for_evaluation(model, device="cpu")
-    else:
-        words = plan.tokenizer()
-        lex = LexForCausalLM(plan.config(words))
-    length = plan.length(lex.config)
-    held_back = _packing(plan, eval_sources, arguments.seed, in_memory=True)(words, length) if eval_sources else None
-    examples = examples_of(words, length)
-    if arguments.process_index == 0:
-        step = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps * length
-        console.print(
-            f"{plan.name}: {lex.num_parameters()} parameters, {step} tokens a step, {arguments.world_size} processes",
-            highlight=False,
-        )
-
-    def keep_recipe() -> None:
+    training.check_arguments(arguments, rules["resume"], rules["allow_changes"])
+    with claimed(arguments, resume=rules["resume"], overwrite=rules["overwrite"], also=[RECIPE_NAME]):
+        examples_of = _packing(plan, sources, arguments.seed)
+        set_seed(arguments.seed)
+        if model is not None:
+            lex, words = load_for_evaluation(model, device="cpu")
+        else:
+            words = plan.tokenizer()
+            config = plan.config(words)
+            check_memory(config)
+            lex = LexForCausalLM(config)
+        length = plan.length(lex.config)
+        held_back = None
+        if eval_sources:
+            held_back = _packing(plan, eval_sources, arguments.seed, in_memory=True)(words, length)
+        examples = examples_of(words, length)
         if arguments.process_index == 0:
-            _write_text(output / "recipe.yaml", plan.to_yaml(None if model else lex.config))
+            step = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps * length
+            size = f"{lex.num_parameters()} parameters, {step} tokens a step, {arguments.world_size} processes"
+            console.print(f"{plan.name}: {size}")
 
-    try:
-        result = training.train(lex, words, examples, arguments, eval_dataset=held_back, resume=resume)
-    except training.TrainingInterrupted:
-        keep_recipe()
-        raise
-    keep_recipe()
-    return result
+        def keep_recipe(changes: list[Any]) -> None:
+            text = plan.to_yaml(None if model else lex.config, changes)
+            write_text(Path(arguments.output_dir) / RECIPE_NAME, text)
+
+        return training.train(lex, words, examples, arguments, eval_dataset=held_back, on_begin=keep_recipe, **rules)
 
 
 def _packing(plan: Any, sources: list[str], seed: int, *, in_memory: bool = False) -> Any:
@@ -978,7 +1131,13 @@ def _packing(plan: Any, sources: list[str], seed: int, *, in_memory: bool = Fals
     if plan.data.streaming and not in_memory:
         stream = stream_documents(sources, **options)
         return lambda words, length: PackedStream(
-            stream, words, length, separate_documents=apart, shuffle_buffer=plan.data.shuffle_buffer, seed=seed
+            stream,
+            words,
+            length,
+            separate_documents=apart,
+            shuffle_buffer=plan.data.shuffle_buffer,
+            seed=seed,
+            sources=sources,
         )
     documents = load_documents(sources, **options)
     return lambda words, length: pack(documents, words, length, separate_documents=apart)
@@ -1008,7 +1167,7 @@ def _print_training_plan(console: Console, name: str, told: Any, text: str) -> N
     for row in _training_plan_rows(told):
         table.add_row(*row)
     console.print(table)
-    console.print(f"Memory. {HOW_MEMORY_IS_ESTIMATED}", "", text, sep="\n", highlight=False, markup=False)
+    console.print(f"Memory. {HOW_MEMORY_IS_ESTIMATED}", "", text, sep="\n")
 
 
 def _training_plan_rows(told: Any) -> list[tuple[str, str]]:
@@ -1038,45 +1197,37 @@ def _amount(value: int | None, form: str) -> str:
     return f"{value / 2**30:.2f} GiB" if form == "GiB" else form.format(value)
 
 
-def _check_new(folder: Path) -> None:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ValueError(f"{folder} exists and is not empty: choose another folder.")
-
-
 def _save_folder(folder: Path, *parts: Any) -> None:
     """Save what has a `save_pretrained`; the folder appears only when it is whole."""
-    from shutil import rmtree
+    from lex_hf.loading import plain
 
-    partial = folder.with_name(f".{folder.name}.partial")
-    rmtree(partial, ignore_errors=True)
-    for part in parts:
-        part.save_pretrained(partial)
-    partial.replace(folder)
-
-
-def _write_text(path: Path, text: str) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        with whole_folder(folder) as partial:
+            for part in parts:
+                part.save_pretrained(partial)
+    except Exception as error:  # of a full disk, tokenizers and safetensors raise errors of their own
+        raise OSError(f"{folder} cannot be written, nothing is left of it: {plain(error)}") from error
 
 
 @contextlib.contextmanager
 def _session(as_json: bool = False) -> Iterator[Console]:
-    """Keep standard output free for JSON, where libraries print; say what went wrong in a sentence."""
+    """Keep standard output free for JSON, where libraries print."""
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        try:
-            yield Console(stderr=as_json)
-        except KeyboardInterrupt as interruption:  # of a training that was stopped: it says how to go on
-            _fail(str(interruption) or "Interrupted.", 130)
-        except (ValueError, OSError, SafetensorError, StrictDataclassError) as error:
-            _fail(f"Error: {error}", 1)
+        yield plain_console(stderr=as_json)
 
 
-def _fail(message: str, code: int) -> NoReturn:
-    Console(stderr=True).print(message, markup=False, highlight=False)
-    raise typer.Exit(code)
+def _print_json(value: Any) -> None:
+    print(to_json(value))  # noqa: T201
+
+
+def _print_after(printing: Callable[[], None], *writing: Callable[[], None]) -> None:
+    """Write results and print them; each is done whatever becomes of the others, printing last."""
+    with contextlib.ExitStack() as stack:
+        for each in (printing, *reversed(writing)):
+            stack.callback(each)
 
 
 def main() -> None:
     """Run the command line."""
+    interrupts.raise_again()
     app()

@@ -101,9 +101,21 @@ def compare_values(a: Sequence[float], b: Sequence[float]) -> PairedComparison:
     return _compare(a, b, ratio=None)
 
 
+def check_pairs(count: int) -> None:
+    """Check, before any measuring, that there are enough pairs to compare.
+
+    Args:
+        count: Number of texts or seeds.
+
+    Raises:
+        ValueError: If there are fewer than 2.
+    """
+    if count < 2:
+        raise ValueError(f"There are too few pairs, {count}: the test needs at least 2 texts or seeds.")
+
+
 def _compare(a: Sequence[float], b: Sequence[float], *, ratio: float | None) -> PairedComparison:
-    if len(a) < 2:
-        raise ValueError(f"There are too few pairs, {len(a)}: the test needs at least 2 texts or seeds.")
+    check_pairs(len(a))
     one, other = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     if not (np.isfinite(one).all() and np.isfinite(other).all()):
         raise ValueError("Not all measurements are finite numbers; look for what went wrong where they were made.")

@@ -5,16 +5,21 @@ import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 import numpy as np
+import pyarrow as pa  # type: ignore[import-untyped]
 from datasets import Dataset, Features, IterableDataset, List, Value, concatenate_datasets, load_dataset
+from datasets.fingerprint import generate_random_fingerprint
+from datasets.utils import tqdm
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-JSON_LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json")
+from lex_hf.loading import plain
+
+JSON_LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FOLDER_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".jsonl.gz")
 
 _DOCUMENT_FEATURES = Features({"text": Value("string"), "source": Value("string")})
@@ -22,8 +27,15 @@ _TEXT_FEATURES = Features({"text": Value("string")})
 _TOKEN_FEATURES = Features({"input_ids": List(Value("int32"))})
 _PACKED_FEATURES = Features({"input_ids": List(Value("int32")), "position_ids": List(Value("int32"))})
 _TEXT_TYPES = (Value("string"), Value("large_string"))
+_HOW_TO_SPLIT = (
+    " A file that is one JSON document, a list or an object over several lines, is not read, unlike by "
+    "load_dataset('json'): write one object per line, with `jq -c '.[]' {path}` of a list, with `jq -c . {path}` of "
+    "objects."
+)
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*(/\w[\w.-]*)?)(:(?P<configuration>[\w.-]+))?")
 _DOCUMENTS_PER_BATCH = 100
+_CHARACTERS_AT_ONCE = 1 << 17  # what is tokenised together
+_CHARACTERS_OF_A_PIECE = 1 << 12
 
 
 def load_documents(sources: Sequence[str | Path], *, text_field: str = "text", split: str = "train") -> Dataset:
@@ -31,7 +43,7 @@ def load_documents(sources: Sequence[str | Path], *, text_field: str = "text", s
 
     A source is one of:
 
-    * a `.jsonl`, `.jsonl.gz` or `.json` file: one JSON object, and so one document, per line;
+    * a `.jsonl`, `.jsonl.gz`, `.json` or `.json.gz` file: one JSON object, and so one document, per line;
     * any other file: UTF-8 text, one document, read as it is (`\r\n` is kept);
     * a folder: its `.txt`, `.md`, `.rst`, `.py`, `.jsonl`, `.jsonl.gz` files, at any depth, sorted by path;
     * where no such path exists, a dataset of the Hub as `name`, `owner/name` or `owner/name:configuration`.
@@ -95,11 +107,100 @@ def tokenize_documents(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -
     )
 
 
-def tokenize(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Turn texts into token ids, without special tokens and without a limit on the length."""
-    # verbose=False: a document longer than the tokenizer's model_max_length needs no warning here.
-    ids: list[list[int]] = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-    return ids
+def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
+    """Turn texts into token ids, without special tokens and without a limit on the length.
+
+    Long texts are read in pieces if the ids are the same: what a tokenizer makes of a text takes a hundred times its
+    memory.
+
+    Returns:
+        Of each text an array of shape `(tokens,)`.
+    """
+    pieces: list[list[NDArray[np.int32]]] = [[]]
+    for group in tokenize_in_pieces(texts, tokenizer):
+        for ids, is_end in group:
+            pieces[-1].append(ids)
+            if is_end:
+                pieces.append([])
+    return [each[0] if len(each) == 1 else np.concatenate(each) for each in pieces[:-1]]
+
+
+def tokenize_in_pieces(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[list[tuple[NDArray[np.int32], bool]]]:
+    """Do what `tokenize` does, and yield some pieces at a time, each with whether a text ends with it."""
+    for group in _grouped(_pieces(texts, tokenizer)):
+        # verbose=False: a document longer than the tokenizer's model_max_length needs no warning here.
+        encoded = tokenizer(
+            [piece for piece, _ in group], add_special_tokens=False, return_attention_mask=False, verbose=False
+        )
+        yield [
+            (np.array(ids, dtype=np.int32), is_end)
+            for ids, (_, is_end) in zip(encoded["input_ids"], group, strict=True)
+        ]
+
+
+def _pieces(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, bool]]:
+    """Cut texts; with each piece comes whether a text ends with it."""
+    places, whole = None, None
+    for text in texts:
+        if len(text) <= _CHARACTERS_OF_A_PIECE:
+            yield text, True
+            continue
+        if whole is None:
+            places, whole = _places_to_cut(tokenizer), [str(each) for each in tokenizer.added_tokens_decoder.values()]
+        start = 0
+        while places and (cut := _next_cut(text, start + _CHARACTERS_OF_A_PIECE, places, whole)):
+            yield text[start:cut], False
+            start = cut
+        yield text[start:], True
+
+
+def _next_cut(text: str, start: int, places: re.Pattern[str], whole: Sequence[str]) -> int | None:
+    """The first place from `start` on where no word of `whole` would be cut."""
+    for place in places.finditer(text, start):
+        cut = place.start()
+        if cut < len(text) and not any(
+            word in text[max(0, cut - len(word) + 1) : cut + len(word) - 1] for word in whole
+        ):
+            return cut
+    return None
+
+
+def _places_to_cut(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None:
+    """Match the places where a text can be cut without another change of its tokens, or `None` if there are none."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or any(
+        each.lstrip or each.rstrip or each.single_word for each in tokenizer.added_tokens_decoder.values()
+    ):
+        return None
+    parts = json.loads(backend.to_str())
+    splits, model = parts["pre_tokenizer"] or {}, parts["model"]
+    if (
+        parts["normalizer"]
+        or splits.get("type") != "ByteLevel"
+        or splits["add_prefix_space"]
+        or model["type"] != "BPE"
+    ):
+        return None
+    if splits["use_regex"]:  # that of GPT-2: a space before a letter begins a word
+        return re.compile(r"(?= [A-Za-z])")
+    joins = ("merges", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "ignore_merges", "dropout")
+    return None if any(model.get(name) for name in joins) else re.compile("")
+
+
+def _grouped(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
+    """Put together what is tokenised at once."""
+    group: list[tuple[str, bool]] = []
+    characters = 0
+    for piece in pieces:
+        group.append(piece)
+        characters += len(piece[0])
+        if characters >= _CHARACTERS_AT_ONCE:
+            yield group
+            group, characters = [], 0
+    if group:
+        yield group
 
 
 def pack(
@@ -125,17 +226,37 @@ def pack(
             fewer than `length` tokens.
     """
     packer = Packer(tokenizer, length, separate_documents=separate_documents)
-    tokens = tokenize_documents(documents, tokenizer).with_format("numpy")
-    examples = tokens.map(
-        packer,
-        batched=True,
-        batch_size=_DOCUMENTS_PER_BATCH,
-        features=_PACKED_FEATURES if separate_documents else _TOKEN_FEATURES,
-        desc="Packing",
-    )
+
+    def examples_of(batch: Mapping[str, Sequence[str]]) -> pa.Table:
+        parts = [_table(packer(pieces)) for pieces in tokenize_in_pieces(batch["text"], tokenizer)]
+        return pa.concat_tables(parts) if parts else _table(packer([]))
+
+    if documents.cache_files:  # on disk, and so are the examples
+        examples = documents.map(
+            examples_of,
+            batched=True,
+            batch_size=_DOCUMENTS_PER_BATCH,
+            remove_columns=documents.column_names,
+            features=_PACKED_FEATURES if separate_documents else _TOKEN_FEATURES,
+            desc="Packing",
+        )
+    else:  # map would hold them several times over
+        batches = tqdm(documents.iter(_DOCUMENTS_PER_BATCH), desc="Packing", unit=" batches")
+        tables = [examples_of(batch) for batch in batches]
+        examples = Dataset(pa.concat_tables(tables), fingerprint=generate_random_fingerprint())
     if len(examples) == 0:
-        raise too_few_tokens(length, len(tokens), sum(len(document) + 1 for document in tokens["input_ids"]))
+        raise too_few_tokens(length, len(documents), packer.count)
     return examples.with_format(None)
+
+
+def _table(rows: Mapping[str, NDArray[np.int32]]) -> pa.Table:
+    """Put arrays of shape `(rows, length)` into a table, without a copy."""
+    return pa.table({name: _list_column(array) for name, array in rows.items()})
+
+
+def _list_column(rows: NDArray[np.int32]) -> pa.ListArray:
+    count, length = rows.shape
+    return pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * length, rows.reshape(-1))
 
 
 def too_few_tokens(length: int, documents: int, tokens: int) -> ValueError:
@@ -152,6 +273,7 @@ class Packer:
     Attributes:
         tokens: The tokens that wait, fewer than `length`.
         starts: Which of them begin a document.
+        count: Tokens that were packed in all, with those between documents.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, length: int, *, separate_documents: bool = False) -> None:
@@ -164,17 +286,32 @@ class Packer:
         self.separate_documents = separate_documents
         self.tokens: NDArray[np.int32] = np.empty(0, dtype=np.int32)
         self.starts: NDArray[np.bool_] = np.empty(0, dtype=bool)
+        self.count = 0
+        self._at_start = True
 
-    def __call__(self, batch: Mapping[str, Sequence[Any]]) -> dict[str, NDArray[np.int32]]:
-        """Return the examples that are full now: arrays of shape `(examples, length)`."""
+    def resume(self, tokens: Sequence[int], starts: Sequence[bool]) -> None:
+        """Go on where a packer had these `tokens` and `starts`, between two documents."""
+        self.tokens, self.starts = np.array(tokens, np.int32), np.array(starts, bool)
+        self._at_start = True
+
+    def __call__(self, documents: Iterable[tuple[NDArray[np.int32], bool]]) -> dict[str, NDArray[np.int32]]:
+        """Return the examples that are full now: arrays of shape `(examples, length)`.
+
+        Args:
+            documents: Tokens of documents or of pieces of them, each with whether the document ends there.
+        """
         pieces, starts = [self.tokens], [self.starts]
-        for document in batch["input_ids"]:
-            pieces += [document, np.array([self.separator])]
-            starts.append(np.arange(len(document) + 1) == 0)
-        stream = np.concatenate(pieces, dtype=np.int32, casting="unsafe")
-        is_start = np.concatenate(starts)
+        for ids, is_end in documents:
+            tokens = np.append(ids, np.int32(self.separator)) if is_end else ids
+            is_start = np.zeros(len(tokens), dtype=bool)
+            is_start[:1] = self._at_start
+            self.count += len(tokens)
+            pieces.append(tokens)
+            starts.append(is_start)
+            self._at_start = is_end
+        stream, is_start = np.concatenate(pieces), np.concatenate(starts)
         end = len(stream) // self.length * self.length
-        self.tokens, self.starts = stream[end:], is_start[end:]
+        self.tokens, self.starts = stream[end:].copy(), is_start[end:].copy()  # not to hold the examples
         examples = {"input_ids": stream[:end].reshape(-1, self.length)}
         if self.separate_documents:
             examples["position_ids"] = _positions(is_start[:end].reshape(-1, self.length))
@@ -198,7 +335,7 @@ def _load_source(source: str | Path, text_field: str, split: str) -> Dataset:
     files = _files(source)
     if files is None:
         return _load_from_hub(str(source), text_field, split)
-    documents = [(text, str(path)) for path in files for text in _read_file(path, text_field)]
+    documents = [(text, _printable(path)) for path in files for text in _read_file(path, text_field)]
     if not documents:
         raise ValueError(f"{source}: no documents; every text in it is empty.")
     texts, names = zip(*documents, strict=True)
@@ -217,6 +354,11 @@ def _stream_source(source: str | Path, text_field: str, split: str) -> IterableD
     return IterableDataset.from_generator(
         _generate_texts, features=_TEXT_FEATURES, gen_kwargs={"files": names, "text_field": text_field}
     )
+
+
+def _printable(path: Path) -> str:
+    """Name a file in UTF-8, in which alone datasets hold texts."""
+    return str(path).encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def _generate_texts(files: list[str], text_field: str) -> Iterator[dict[str, str]]:
@@ -250,9 +392,9 @@ def _files_of_folder(folder: Path) -> list[Path]:
 def _read_file(path: Path, text_field: str) -> Iterator[str]:
     """Yield the documents of a file; lines of JSON are read one by one."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as opened:
+        with gzip.open(path) if path.suffix.lower() == ".gz" else path.open("rb") as opened:
             file = cast(BinaryIO, opened)
-            if path.name.endswith(JSON_LINES_SUFFIXES):
+            if path.name.lower().endswith(JSON_LINES_SUFFIXES):
                 yield from _read_json_lines(path, file, text_field)
             else:
                 yield _decode(path, file.read())
@@ -261,16 +403,21 @@ def _read_file(path: Path, text_field: str) -> Iterator[str]:
 
 
 def _read_json_lines(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
-    offset = 0
+    offset, is_first = 0, True
     for number, line in enumerate(file, start=1):
         text = _decode(path, line, offset)
+        text = text.removeprefix("\ufeff") if number == 1 else text
         offset += len(line)
         if not text.strip():
             continue
         try:
             row = json.loads(text)
+        except RecursionError as error:
+            raise ValueError(f"{path}, line {number} is JSON that is nested too deeply.") from error
         except ValueError as error:
-            raise ValueError(f"{path}, line {number} is not JSON: {error}.") from error
+            hint = _HOW_TO_SPLIT.format(path=path) if text.lstrip()[0] in "[{" and is_first else ""
+            raise ValueError(f"{path}, line {number} is not JSON: {error}.{hint}") from error
+        is_first = False
         document = _text_of(row, text_field, where=f"{path}, line {number}")
         if document:
             yield document
@@ -290,6 +437,10 @@ def _decode(path: Path, data: bytes, offset: int = 0) -> str:
 
 
 def _text_of(row: Any, text_field: str, where: str) -> str:
+    if isinstance(row, list):
+        raise ValueError(
+            f"{where}: each line must be a JSON object, not list.{_HOW_TO_SPLIT.format(path=where.split(', line')[0])}"
+        )
     if not isinstance(row, dict):
         raise ValueError(f"{where}: each line must be a JSON object, not {type(row).__name__}.")
     if text_field not in row:
@@ -336,9 +487,10 @@ def _hub_name(source: str) -> tuple[str, str | None]:
 def _explained(name: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        raise FileNotFoundError(
-            f"{name!r} is neither a file or folder here, nor a Hub dataset that could be loaded: {error}"
+    except Exception as error:  # datasets has errors of its own, and what it loads raises any
+        kind = FileNotFoundError if isinstance(error, OSError) else ValueError
+        raise kind(
+            f"{name!r} is neither a file or folder here, nor a Hub dataset that could be loaded: {plain(error)}"
         ) from error
 
 

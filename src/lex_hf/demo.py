@@ -4,12 +4,11 @@ A tiny xPos model and the same model with RoPE are trained on 128-byte examples 
 evaluated on files they have never seen, at lengths up to 2048. Nothing is downloaded.
 """
 
-import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import evaluate
@@ -21,11 +20,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 import lex_hf
 from lex_hf import LexCache, plots
 from lex_hf.perplexity import compute_perplexity, load_for_evaluation
-from lex_hf.tiny import LENGTHS, TRAINING_LENGTH, Corpus, standard_library, tiny_config, train_tiny
+from lex_hf.records import check_folder, read_json, to_json, write_text
+from lex_hf.terminal import plain_console
+from lex_hf.tiny import LENGTHS, TRAINING_LENGTH, Corpus, check_steps, standard_library, tiny_config, train_tiny
 
 SCHEMES = {"xPos": "xpos", "RoPE": "rope"}
 PATTERNS = {"": "full", " + BCA": "blockwise"}
 RESULTS, PLOT = "results.json", "perplexity.png"
+_MOST_TOKENS = 10**9
 
 
 @dataclass(frozen=True)
@@ -61,9 +63,13 @@ def run(folder: Path, *, steps: int = 1500, generate: int = 2000, console: Conso
         console: Where to print.
 
     Raises:
-        ValueError: If `folder` holds anything but an earlier demo.
+        ValueError: If `folder` holds anything but an earlier demo or cannot be written to, or a number is out of
+            range; all that before any work.
     """
-    console = console or Console()
+    console = console or plain_console()
+    check_steps(steps)
+    if not 1 <= generate <= _MOST_TOKENS:
+        raise ValueError(f"generate = {generate}: it must be from 1 to {_MOST_TOKENS}.")
     _clear(folder)
     corpus, seconds = standard_library(), dict[str, float]()
     with _timed(seconds, "train"):
@@ -81,8 +87,9 @@ def run(folder: Path, *, steps: int = 1500, generate: int = 2000, console: Conso
     result = DemoResult(
         perplexity, streamed.tokens, streamed.perplexity, cache_bytes, generate, generation_bytes, seconds
     )
-    _write(folder, result)
-    _print_summary(folder, corpus, result, console)
+    with ExitStack() as last:  # is printed also if it cannot be written
+        last.callback(_print_summary, folder, corpus, result, console)
+        _write(folder, result)
     return result
 
 
@@ -175,22 +182,30 @@ def _print_summary(folder: Path, corpus: Corpus, result: DemoResult, console: Co
 
 
 def _write(folder: Path, result: DemoResult) -> None:
+    write_text(folder / RESULTS, to_json(asdict(result), indent=2) + "\n")
     title = "Held-back files of the Python standard library"
     plots.save(plots.perplexity_by_length(result.perplexity, TRAINING_LENGTH, title=title), folder / PLOT)
-    partial = folder / f"{RESULTS}.partial"
-    partial.write_text(json.dumps(asdict(result), indent=2) + "\n")
-    partial.replace(folder / RESULTS)
 
 
 def _clear(folder: Path) -> None:
-    """Make an empty folder; only what an earlier demo left is removed."""
-    ours = {*SCHEMES.values(), RESULTS, PLOT}
+    """Make a folder that holds nothing but empty results; only what an earlier demo left is removed."""
+    check_folder(folder, "--output")
     found = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    if (folder.exists() and not folder.is_dir()) or found - ours:
+    if found and not (found <= {*SCHEMES.values(), RESULTS, PLOT} and _is_result(folder / RESULTS)):
         raise ValueError(f"{folder} exists and is not an earlier demo's: choose another folder for the output.")
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    for name in found:
+        path = folder / name
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / RESULTS, "{}\n")  # by which a later demo knows the folder, if this one is stopped
+
+
+def _is_result(path: Path) -> bool:
+    try:
+        found = read_json(path)
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and set(found) in (set(), {each.name for each in fields(DemoResult)})
 
 
 @contextmanager

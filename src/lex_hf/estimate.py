@@ -1,5 +1,7 @@
 """What a training will take: parameters, tokens, memory and arithmetic, before anything starts."""
 
+import os
+import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -111,7 +113,22 @@ def estimate(
         mixed_precision: Whether the forward pass runs in bfloat16 or float16.
         activation_checkpointing: Whether layers are computed again in the backward pass.
         sharded: Whether weights, gradients and optimiser are shared out between the devices (FSDP).
+
+    Raises:
+        ValueError: If a number is less than 1, or too large for anything that there is.
     """
+    for name, value in (
+        ("length", length),
+        ("batch_size", batch_size),
+        ("accumulation", accumulation),
+        ("devices", devices),
+        ("steps", steps),
+    ):
+        if value is not None and not 1 <= value < 2**53:
+            raise ValueError(f"{name} = {reprlib.repr(value)}: it must be at least 1 and less than 2**53.")
+    widest = max(config.vocab_size, config.hidden_size, config.intermediate_size)
+    if batch_size * length * max(widest, config.num_attention_heads * length) >= 2**60:
+        raise ValueError(f"A batch of {batch_size} x {length} tokens is too large for any device.")
     counts = _count_parameters(config)
     shards = devices if sharded else 1
     per_parameter = _OPTIMIZER_BYTES.get(optimizer)
@@ -144,17 +161,31 @@ def estimate(
     )
 
 
+def check_memory(config: LexConfig) -> None:
+    """Check, before anything is allocated, that this machine can hold the weights of a model, in float32.
+
+    Raises:
+        ValueError: If they are larger than its memory.
+    """
+    needed = 4 * _count_parameters(config)["all"]
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else needed
+    if needed > there:
+        raise ValueError(
+            f"The weights of this model take {needed / 2**30:,.1f} GiB, and this machine has {there / 2**30:,.1f} GiB "
+            "of memory: choose smaller sizes (hidden_size, num_hidden_layers, …)."
+        )
+
+
 def visible_keys(config: LexConfig, pattern: str, length: int) -> float:
     """Mean number of keys that a query of an attention pattern sees, over the tokens of one text."""
-    positions = torch.arange(length, dtype=torch.float64)
     span = config.attention_span(pattern)
-    if span is None:
-        seen = positions + 1
-    elif pattern == "sliding":
-        seen = (positions + 1).clamp(max=span)
-    else:
-        seen = positions % span + 1 + span * (positions >= span)
-    return float(seen.mean())
+    if span is None or span >= length:
+        return (length + 1) / 2
+    if pattern == "sliding":
+        return span - span * (span - 1) / (2 * length)  # the first span tokens see one key more each
+    blocks, rest = divmod(length, span)
+    own = blocks * span * (span + 1) / 2 + rest * (rest + 1) / 2
+    return (own + span * (length - span)) / length  # from the second block on, the whole block before
 
 
 def activation_bytes(
@@ -193,8 +224,11 @@ def _count_parameters(config: LexConfig) -> dict[str, int]:
 
 
 def _without_storage(config: LexConfig) -> LexForCausalLM:
-    with torch.device("meta"):
-        return LexForCausalLM(config)
+    try:
+        with torch.device("meta"):
+            return LexForCausalLM(config)
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes that PyTorch cannot even count
+        raise ValueError(f"A model of these sizes cannot be made: {str(error).splitlines()[0]}") from error
 
 
 def _saved_bytes(config: LexConfig, batch_size: int, length: int, mixed_precision: bool) -> int:

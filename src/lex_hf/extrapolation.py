@@ -3,7 +3,7 @@
 The comparison of the LEX paper's Tables 2 and 5 at the size of `tiny.py`, with several seeds.
 """
 
-import json
+import contextlib
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +14,18 @@ from rich.console import Console
 from lex_hf import plots
 from lex_hf.perplexity import load_for_evaluation
 from lex_hf.positions_lex import SCHEMES
-from lex_hf.tiny import LENGTHS, TRAINING_LENGTH, perplexity_by_length, standard_library, tiny_config, train_tiny
+from lex_hf.records import check_file, check_folder, to_json, write_text
+from lex_hf.terminal import plain_console
+from lex_hf.tiny import (
+    LENGTHS,
+    TRAINING_LENGTH,
+    check_seeds,
+    check_steps,
+    perplexity_by_length,
+    standard_library,
+    tiny_config,
+    train_tiny,
+)
 
 PATTERNS = {"full": "", "blockwise": " + BCA"}
 RESULTS, TABLE, PLOT = "extrapolation.json", "extrapolation.md", "extrapolation.png"
@@ -77,11 +88,17 @@ def run(
         console: Where to print.
 
     Raises:
-        ValueError: If a scheme is unknown.
+        ValueError: If a scheme is unknown or there twice, a seed is impossible or there twice, there is no step, or
+            the folder cannot be written to; all that before any work.
     """
-    console = console or Console()
+    console = console or plain_console()
+    configs = {scheme: tiny_config(scheme) for scheme in schemes}
+    check_steps(steps)
+    check_seeds(seeds)
+    if len(configs) < len(schemes):
+        raise ValueError(f"schemes = {', '.join(schemes)}: one is there twice.")
+    _check_output(folder)
     corpus = standard_library()
-    configs = {scheme: tiny_config(scheme) for scheme in schemes}  # unknown schemes fail before any work is done
     examples, texts = corpus.examples(), corpus.test_texts()
     perplexity: dict[str, dict[int, list[float]]] = {}
     for scheme, config in configs.items():
@@ -95,16 +112,21 @@ def run(
                     perplexity.setdefault(scheme + suffix, {}).setdefault(length, []).append(value)
         console.print(f"{scheme}: done")
     result = Extrapolation(steps, list(seeds), perplexity)
-    _write(folder, result)
-    console.print(result.markdown(), markup=False)
+    with contextlib.ExitStack() as last:  # is printed also if it cannot be written
+        last.callback(console.print, result.markdown(), markup=False, soft_wrap=True)
+        _write(folder, result)
     return result
 
 
+def _check_output(folder: Path) -> None:
+    check_folder(folder, "--output")
+    for name in (RESULTS, TABLE, PLOT) if folder.is_dir() else ():
+        check_file(folder / name, "--output:")
+
+
 def _write(folder: Path, result: Extrapolation) -> None:
-    for name, text in ((RESULTS, json.dumps(asdict(result), indent=1) + "\n"), (TABLE, result.markdown())):
-        partial = folder / f"{name}.partial"
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(folder / name)
+    write_text(folder / RESULTS, to_json(asdict(result), indent=1) + "\n")
+    write_text(folder / TABLE, result.markdown())
     title = f"Held-back files of the Python standard library, {result.steps} steps, {len(result.seeds)} seeds"
     means = result.means()
     panels = {

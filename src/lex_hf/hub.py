@@ -1,25 +1,29 @@
 """Push the folder of a saved model to the Hub: what goes, what stays, and one commit for all of it."""
 
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 from huggingface_hub.repocard import metadata_load
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import _http, set_client_factory, validate_repo_id
 from safetensors import SafetensorError, safe_open
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from . import modeling_lex
+from .loading import check_checkpoint
 from .modeling_lex import AUTO_MAP
 
 CARD_NAME = "README.md"
+TIMEOUT = 60.0  # seconds that the Hub may be silent
 SAVE_AGAIN = "load the model with AutoModelForCausalLM.from_pretrained and save it with model.save_pretrained"
 
 # What is sent beside weights and code, by its path in the folder; all that is not named here stays.
@@ -61,6 +65,10 @@ _STAYS = {
     "code that the model does not need": ("*.py", "__pycache__"),
 }
 
+_LEADS_OUT = "link that leads out of the folder or to a hidden file"
+
+_MALFORMED = re.compile("improperly formatted|Malformed response|Invalid server response")  # by huggingface_hub
+
 # Weights that transformers would find in a repository, by name.
 _WEIGHTS = (
     SAFE_WEIGHTS_NAME,
@@ -98,6 +106,7 @@ def push_folder(
     message: str = "Upload model",
     create_pr: bool = False,
     token: str | None = None,
+    timeout: float = TIMEOUT,
 ) -> CommitInfo:
     """Push a saved model to the Hub in one commit, so that a repository never holds half of it.
 
@@ -112,20 +121,35 @@ def push_folder(
         message: First line of the commit message.
         create_pr: Open a pull request instead of committing to `main`.
         token: Token with write access; `None` means that of `hf auth login` or `HF_TOKEN`.
+        timeout: Seconds to wait for the Hub while it neither takes nor sends a byte.
 
     Returns:
         The commit: `oid`, `commit_url` and, with `create_pr`, `pr_url`. If nothing changed, the last one.
 
     Raises:
         ValueError: If the folder or an option is refused, see [`examine_folder`] and [`check_push`], before anything
-            is sent; or if `private` and the repository is public.
+            is sent; if `private` and the repository is public; or if what answers is no Hub.
         huggingface_hub.errors.HfHubHTTPError: If the Hub refuses (401: token, 403: access, …).
         huggingface_hub.errors.HTTPError: If the connection breaks; the Hub then has the whole commit or none.
         RuntimeError: If it breaks during the upload of a large file, in spite of retries; there is no commit then.
     """
     files = files_to_push(folder)
-    check_push(folder, repo_id, revision=revision, create_pr=create_pr)
-    api = HfApi(token=token)
+    check_push(folder, repo_id, revision=revision, create_pr=create_pr, message=message)
+    with _patience(timeout), _answers_of_a_hub(repo_id):
+        return _send(HfApi(token=token), Path(folder), files, repo_id, private, revision, message, create_pr)
+
+
+def _send(
+    api: HfApi,
+    folder: Path,
+    files: list["FolderFile"],
+    repo_id: str,
+    private: bool,
+    revision: str | None,
+    message: str,
+    create_pr: bool,
+) -> CommitInfo:
+    """Make what is not there yet, the repository and the branch, and the commit."""
     repo = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
     if private and not api.repo_info(repo).private:
         raise ValueError(
@@ -138,7 +162,7 @@ def push_folder(
     return api.create_commit(
         repo,
         [
-            *(CommitOperationAdd(file.path, Path(folder, file.path)) for file in files),
+            *(CommitOperationAdd(file.path, folder / file.path) for file in files),
             *(CommitOperationDelete(path) for path in replaced),
         ],
         commit_message=message,
@@ -157,7 +181,8 @@ def examine_folder(folder: str | Path) -> list[FolderFile]:
 
     Sent are the configuration, the weights that would be loaded, the code that `auto_map` names and all it imports,
     the tokenizer, the model card, licences and pictures. Checkpoints, states and logs of a training run, pickles,
-    half-written and hidden files stay, like all else.
+    half-written and hidden files stay, like all else, and so do links that lead out of the folder. (In the cache of
+    the Hub a folder of `snapshots` is one with the `blobs` that its links lead to.)
 
     Args:
         folder: What `save_pretrained` wrote.
@@ -166,25 +191,37 @@ def examine_folder(folder: str | Path) -> list[FolderFile]:
         First what is sent, then what stays; each in the order of paths.
 
     Raises:
-        ValueError: If the folder does not hold a LEX model, in safetensors, whole, with the code that loading without
-            lex_hf needs.
+        ValueError: If the folder does not hold a LEX model, in safetensors, whole, with all weights of the model that
+            its configuration describes and no others, and with the code that loading without lex_hf needs.
     """
     root = Path(folder)
-    _check_config(root)
+    config = _check_config(root)
     needed = dict.fromkeys(_weights(root), "weights") | dict.fromkeys(_code(root), "code")
+    _check_links(root, (CONFIG_NAME, *needed))
+    if "quantization_config" not in config:  # such weights have other names and shapes
+        check_checkpoint(_architecture(root, config), str(root))
     return sorted(_examine(root, "", needed), key=lambda file: (not file.sent, file.path))
 
 
-def check_push(folder: str | Path, repo_id: str, *, revision: str | None = None, create_pr: bool = False) -> None:
+def check_push(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    revision: str | None = None,
+    create_pr: bool = False,
+    message: str = "Upload model",
+) -> None:
     """Check the rest of what a push needs, without network.
 
     A model card is needed, because without one nobody can tell what the model is, or whether they may use it.
 
     Raises:
-        ValueError: If the repository's name is malformed, `create_pr` and `revision` are both given, or the folder
-            has no model card with a front matter.
+        ValueError: If the repository's name is malformed, `create_pr` and `revision` are both given, the message
+            is empty, or the folder has no model card with a front matter.
     """
     validate_repo_id(repo_id)
+    if not message.strip():
+        raise ValueError(f"message = {message!r}: the commit needs a message.")
     if create_pr and revision is not None:
         raise ValueError(f"A pull request is opened against main: leave out create_pr, or revision = {revision!r}.")
     card = Path(folder, CARD_NAME)
@@ -193,6 +230,7 @@ def check_push(folder: str | Path, repo_id: str, *, revision: str | None = None,
         raise ValueError(
             f"{folder} has no model card: `lex-hf card` makes one, or write a {CARD_NAME} yourself; {example}."
         )
+    _check_links(Path(folder), [CARD_NAME])
     try:
         front_matter = metadata_load(card)
     except (ValueError, YAMLError) as error:
@@ -209,6 +247,50 @@ def plain_errors(repo_id: str) -> Iterator[None]:
     except (HTTPError, RuntimeError) as error:  # RuntimeError is what huggingface_hub makes of a broken upload
         cause = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
         raise ValueError(_explain(cause, repo_id)) from error
+
+
+@contextmanager
+def _patience(seconds: float) -> Iterator[None]:
+    """Give up on a Hub that is silent; huggingface_hub would wait for ever."""
+    make_client = _http._GLOBAL_CLIENT_FACTORY  # perhaps the user's own
+
+    def limit(request: Any) -> None:
+        limits = request.extensions["timeout"].items()
+        request.extensions["timeout"] = {name: seconds if limit is None else limit for name, limit in limits}
+
+    def make_impatient_client() -> Any:
+        client = make_client()
+        # Not client.timeout: some requests say themselves that they wait for ever.
+        client.event_hooks = client.event_hooks | {"request": [*client.event_hooks["request"], limit]}
+        return client
+
+    set_client_factory(make_impatient_client)
+    try:
+        yield
+    finally:
+        set_client_factory(make_client)
+
+
+@contextmanager
+def _answers_of_a_hub(repo_id: str) -> Iterator[None]:
+    """Say so if what answers is no Hub, but a proxy, a page to log in, another server."""
+    try:
+        yield
+    except Exception as error:  # huggingface_hub takes answers apart without looking at them first
+        understood = isinstance(error, HTTPError | OSError | ValueError | RuntimeError)
+        not_json = isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError)
+        if understood and not not_json and not _MALFORMED.search(str(error)):
+            raise
+        raise ValueError(_no_hub(repo_id, error)) from error
+
+
+def _no_hub(repo_id: str, error: Exception) -> str:
+    detail = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+    return (
+        f"The push to {repo_id} broke off: {constants.ENDPOINT} gave an answer that a Hub does not give ({detail}). "
+        "Check HF_ENDPOINT, and whether a proxy or a login page answers in its place; look at the repository before "
+        "you push again."
+    )
 
 
 def _explain(error: BaseException, repo_id: str) -> str:
@@ -232,7 +314,7 @@ def _explain(error: BaseException, repo_id: str) -> str:
     return f"The Hub refused the push to {repo_id} ({status}: {answer}); nothing was published."
 
 
-def _check_config(root: Path) -> None:
+def _check_config(root: Path) -> dict[str, Any]:
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder: give the folder that model.save_pretrained wrote.")
     path = root / CONFIG_NAME
@@ -242,12 +324,24 @@ def _check_config(root: Path) -> None:
     model_type = config.get("model_type")
     if model_type != "lex":
         raise ValueError(f"{path} has model_type = {model_type!r}: only LEX models ('lex') are pushed.")
-    saved = config.get("auto_map") or {}
-    missing = [name for name, target in AUTO_MAP.items() if saved.get(name) != target]
+    saved = config.get("auto_map")
+    missing = [name for name, target in AUTO_MAP.items() if not isinstance(saved, dict) or saved.get(name) != target]
     if missing:
         raise ValueError(
             f"auto_map in {path} lacks {', '.join(missing)}, which loading without lex_hf needs: {SAVE_AGAIN}."
         )
+    return config
+
+
+def _architecture(root: Path, config: Mapping[str, Any]) -> Any:
+    """The class of the model that was saved."""
+    named = config.get("architectures")
+    known = [target.split(".")[1] for name, target in AUTO_MAP.items() if name != "AutoConfig"]
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in known:
+        raise ValueError(
+            f"{root / CONFIG_NAME} has architectures = {named!r}: it must name one of {', '.join(known)}."
+        )
+    return getattr(modeling_lex, named[0])
 
 
 def _weights(root: Path) -> set[str]:
@@ -256,7 +350,8 @@ def _weights(root: Path) -> set[str]:
     if (root / SAFE_WEIGHTS_NAME).is_file():
         shards = {SAFE_WEIGHTS_NAME}
     elif index.is_file():
-        shards = set(_read_json(index).get("weight_map", {}).values())
+        places = _read_json(index).get("weight_map")
+        shards = set(map(str, places.values())) if isinstance(places, dict) else set()
     else:
         shards = set()
     if not shards:
@@ -290,11 +385,30 @@ def _code(root: Path) -> set[str]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object.")
     return content
+
+
+def _check_links(root: Path, needed: Iterable[str]) -> None:
+    for name in needed:
+        if _leads_out(root, root / name):
+            raise ValueError(
+                f"{root / name} is a {_LEADS_OUT}, {(root / name).resolve()}: put the file itself in its place."
+            )
+
+
+def _leads_out(root: Path, path: Path) -> bool:
+    """Whether a file is a link to one that is not in the folder, or is hidden there."""
+    if not path.is_symlink():
+        return False
+    home, target = root.resolve(), path.resolve()
+    # In the cache of huggingface_hub, REPOSITORY/snapshots/REVISION/NAME leads to REPOSITORY/blobs/HASH.
+    if home.parent.name == "snapshots" and target.parent == home.parents[1] / "blobs":
+        return False
+    return not target.is_relative_to(home) or any(part.startswith(".") for part in target.relative_to(home).parts)
 
 
 def _examine(root: Path, prefix: str, needed: dict[str, str]) -> Iterator[FolderFile]:
@@ -309,11 +423,24 @@ def _examine(root: Path, prefix: str, needed: dict[str, str]) -> Iterator[Folder
                 yield from inside
             else:
                 size = sum(file.size for file in inside)
-                yield FolderFile(f"{name}/", size, sent=False, what=stays or "no part of a saved model")
+                yield FolderFile(_printable(f"{name}/"), size, sent=False, what=stays or "no part of a saved model")
         else:
-            size = path.stat().st_size if path.is_file() else 0
-            what = needed.get(name) or (_what(name) if not stays and path.is_file() else None)
-            yield FolderFile(name, size, sent=what is not None, what=what or stays or "no part of a saved model")
+            yield _judge(root, path, name, needed, stays)
+
+
+def _judge(root: Path, path: Path, name: str, needed: dict[str, str], stays: str | None) -> FolderFile:
+    size = path.stat().st_size if path.is_file() else 0
+    what = needed.get(name) or (_what(name) if not stays and path.is_file() else None)
+    if what and _leads_out(root, path):
+        what, stays = None, f"{_LEADS_OUT}, {path.resolve()}"
+    if what and _printable(name) != name:
+        what, stays = None, "its name is not UTF-8"
+    return FolderFile(_printable(name), size, sent=what is not None, what=what or stays or "no part of a saved model")
+
+
+def _printable(name: str) -> str:
+    """Escape bytes of a name that are not UTF-8, which neither a terminal nor the Hub takes."""
+    return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def _what(name: str) -> str | None:

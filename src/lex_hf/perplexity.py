@@ -26,21 +26,23 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from accelerate import PartialState
-from accelerate.utils import find_executable_batch_size, gather_object, get_cpu_distributed_information
-from safetensors import SafetensorError
+from accelerate.utils import find_executable_batch_size, gather_object
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
 from lex_hf.comparison import CONFIDENCE_LEVEL, bootstrap_interval
+from lex_hf.data import tokenize
+from lex_hf.loading import join_processes
+from lex_hf.loading import load_for_evaluation as load_for_evaluation  # part of this module's interface
 from lex_hf.modes import evaluating
 
 DEFAULT_LENGTH = 1024
-# What decides where files come from must hold for the tokenizer as it does for the model.
-_HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "token")
 _LOGITS_AT_ONCE = 4096  # tokens
 _LARGEST_BATCH = 64  # where the search for a batch size begins
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # in a config: where and with what it was saved
@@ -323,58 +325,18 @@ def compute_perplexity(
     if length is None:
         length = getattr(model.config, "training_length", DEFAULT_LENGTH)
     _require_at_least(1, length=length)
-    _check_batch_size(batch_size)
-    options = _protocol_options(protocol, length, {"stride": stride, "contexts": contexts})
+    check_batch_size(batch_size)
+    options = protocol_options(protocol, length, stride=stride, contexts=contexts)
     documents = _encode(tokenizer, texts, add_start_token, max_length)
     _check_vocabulary(model, documents)
     windows = _cut(documents, PROTOCOLS[protocol], length, options)
-    _join_processes(model.device)
+    join_processes(model.device)
     settings = {"protocol": protocol, "length": length, **options}
     store = None if records is None else _Records(Path(records), {**settings, "model": _fingerprint(model)})
     with evaluating(model), torch.inference_mode():
         finished = list(_measure(model, documents, windows, batch_size, options.get("contexts"), store, progress))
     outcomes = dict(gather_object(finished))
     return _summarise(documents, [outcomes[index] for index in range(len(documents))], protocol, length, options)
-
-
-def load_for_evaluation(
-    model_id: str,
-    *,
-    device: str | torch.device | None = None,
-    dtype: str | torch.dtype | None = None,
-    trust_remote_code: bool = False,
-    **model_kwargs: Any,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a causal language model and its tokenizer with the Auto classes.
-
-    Args:
-        model_id: Folder or Hub id that holds both.
-        device: Where to put the model; `None` means a CUDA device if there is one, else the CPU. `"gpu"` is
-            another word for `"cuda"`.
-        dtype: Dtype of the weights, or its name; `None` keeps that of the checkpoint.
-        trust_remote_code: Whether code that comes with the model may run.
-        **model_kwargs: Passed to `AutoModelForCausalLM.from_pretrained`, as `attention_pattern="full"`.
-
-    Returns:
-        The model, in evaluation mode, and the tokenizer.
-
-    Raises:
-        ValueError: If there is no such model or tokenizer, it cannot be read, or the device or the dtype is
-            unknown.
-    """
-    placement = _device(device)
-    _join_processes(placement)
-    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not (dtype in (None, "auto") or isinstance(named, torch.dtype)):
-        raise ValueError(f"dtype = {dtype!r}: it must be a dtype of torch, for example 'float32' or 'bfloat16'.")
-    hub = {name: model_kwargs[name] for name in _HUB_OPTIONS if name in model_kwargs}
-    with _explained(model_id, "a tokenizer (tokenizer.json, tokenizer_config.json)"):
-        tokenizer = AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code, **hub)
-    with _explained(model_id, "a causal language model (config.json, model.safetensors or its shards)"):
-        model = AutoModelForCausalLM.from_pretrained(
-            model_id, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
-        )
-    return model.to(placement).eval(), tokenizer
 
 
 def score_windows(
@@ -521,14 +483,6 @@ def _measure(
             yield index, outcome
 
 
-def _join_processes(device: torch.device) -> None:
-    """Take this process's place among those of a launcher, if there is one; "cuda" is then a GPU of its own."""
-    # Told nothing, accelerate overlooks processes without accelerators. It asks for the device once and for all, so a
-    # process by itself is left as it is.
-    several = get_cpu_distributed_information().world_size > 1
-    PartialState(cpu=several and device.type == "cpu")
-
-
 def _progress_bar(windows: Mapping[int, Sequence[Window]], *, shown: bool) -> Any:
     total = sum(window.scored for cut in windows.values() for window in cut)
     return tqdm(total=total, unit="token", unit_scale=True, desc="Perplexity", disable=not shown)
@@ -652,6 +606,10 @@ class _Records:
         rank = PartialState().process_index
         self._file = path.with_name(f"{path.name}.{rank}") if rank else path
         self._finished: dict[str, _Outcome] = {}
+        if path.exists() and not (path.is_file() or path.is_dir()):
+            raise ValueError(
+                f"records = {str(path)!r} is no regular file: what is written there cannot be read again."
+            )
         with self._explained():
             for each in [path, *sorted(path.parent.glob(f"{glob.escape(path.name)}.[0-9]*"))]:
                 if each.exists():
@@ -691,7 +649,7 @@ def _read_records(path: Path) -> Iterator[tuple[str, _Outcome]]:
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             fields = json.loads(line)
-            yield fields["key"], _Outcome(fields["nll"], fields["tokens"], fields["positions"])
+            yield fields["key"], _Outcome(float(fields["nll"]), int(fields["tokens"]), fields["positions"])
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(
                 f"records: line {number} of {path} is no record of a finished text. Choose another file, or delete "
@@ -738,10 +696,9 @@ def _encode(
         )
     start = [tokenizer.bos_token_id] if add_start_token else []
     room = None if max_length is None else max_length - len(start)
-    encoded = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
     return [
         _document(tokenizer, index, text, start, ids, room)
-        for index, (text, ids) in enumerate(zip(texts, encoded, strict=True))
+        for index, (text, ids) in enumerate(zip(texts, tokenize(texts, tokenizer), strict=True))
     ]
 
 
@@ -750,19 +707,20 @@ def _document(
     index: int,
     text: str,
     start: list[int],
-    ids: list[int],
+    ids: NDArray[np.int32],
     room: int | None,
 ) -> _Document:
     """Keep `room` tokens of one text; the bytes counted are those of the tokens kept."""
     kept = ids[:room]
-    if len(start + kept) < 2:
+    tokens = torch.cat([torch.tensor(start, dtype=torch.long), torch.from_numpy(kept)])
+    if len(tokens) < 2:
         raise ValueError(
-            f"Text {index} (counted from 0), {text[:40]!r}, gives the tokens {start + kept}; the first is "
+            f"Text {index} (counted from 0), {text[:40]!r}, gives the tokens {tokens.tolist()}; the first is "
             "not scored, so at least 2 are needed. Leave the text out, or check the tokenizer."
         )
     read = text if len(kept) == len(ids) else tokenizer.decode(kept, clean_up_tokenization_spaces=False)
     content = read.encode()
-    return _Document(torch.tensor(start + kept), len(content), hashlib.sha256(content).hexdigest())
+    return _Document(tokens, len(content), hashlib.sha256(content).hexdigest())
 
 
 def _check_texts(texts: Sequence[str]) -> None:
@@ -792,15 +750,32 @@ def _require_at_least(smallest: int, **numbers: int) -> None:
             raise ValueError(f"{name} = {value}: it must be at least {smallest}.")
 
 
-def _check_batch_size(batch_size: int | str) -> None:
-    if isinstance(batch_size, int):
+def check_batch_size(batch_size: int | str) -> None:
+    """Check a number of windows evaluated at once.
+
+    Raises:
+        ValueError: If it is neither a whole number of at least 1 nor `"auto"`.
+    """
+    if isinstance(batch_size, int) and not isinstance(batch_size, bool):
         _require_at_least(1, batch_size=batch_size)
     elif batch_size != "auto":
         raise ValueError(f"batch_size = {batch_size!r}: it must be a whole number of at least 1, or 'auto'.")
 
 
-def _protocol_options(protocol: str, length: int, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Check a protocol's name and the options given (`None`: not given), and fill in those that were not."""
+def protocol_options(protocol: str, length: int, **given: Any) -> dict[str, Any]:
+    """Check a protocol's name and its options, and fill in those that were not given.
+
+    Args:
+        protocol: Its name.
+        length: Length of its segments, windows or chunks in tokens.
+        given: Options by name; `None` if not given.
+
+    Returns:
+        The options that the protocol has.
+
+    Raises:
+        ValueError: If there is no such protocol, it has no such option, or a number is out of range.
+    """
     if protocol not in PROTOCOLS:
         raise ValueError(f"protocol = {protocol!r}: it must be one of {', '.join(PROTOCOLS)}.")
     parameters = inspect.signature(PROTOCOLS[protocol]).parameters.values()
@@ -845,24 +820,3 @@ def _cut(
         except ValueError as error:
             raise ValueError(f"Text {index} (counted from 0): {error}") from error
     return windows
-
-
-@contextmanager
-def _explained(model_id: str, wanted: str) -> Iterator[None]:
-    """Say what was looked for when a folder or a Hub repository does not hold it."""
-    try:
-        yield
-    except (OSError, TypeError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{model_id!r} was searched for {wanted}, without success: {error}") from error
-
-
-def _device(device: str | torch.device | None) -> torch.device:
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        placement = torch.device("cuda" if device == "gpu" else device)
-    except RuntimeError as error:
-        raise ValueError(f"device = {device!r}: it must be a device of torch, as 'cpu' or 'cuda:1'.") from error
-    if placement.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device = {device!r}: torch finds no CUDA device here; use 'cpu'.")
-    return placement

@@ -1,5 +1,9 @@
-"""Pictures of measurements; drawn without a display, readable in print and without colour vision."""
+"""Pictures of measurements; drawn without a display, readable in print and without colour vision.
 
+What is infinite or not a number has no place in a picture: the rest is drawn, and the legend says what is missing.
+"""
+
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import cycle
 from pathlib import Path
@@ -12,11 +16,13 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
+from matplotlib.legend import Legend
 from matplotlib.patches import Patch
 from torch import Tensor
 
 from lex_hf.configuration_lex import ATTENTION_PATTERNS, LexConfig
 from lex_hf.masking_lex import visible
+from lex_hf.records import whole_file
 
 if TYPE_CHECKING:
     from lex_hf.receptive_field import ReceptiveField
@@ -35,6 +41,7 @@ STYLES: tuple[dict[str, Any], ...] = (
 _ORDERED = "cividis"
 
 _Curve = TypeVar("_Curve")
+_Value = TypeVar("_Value", float, tuple[float, float])
 
 
 def perplexity_by_length(
@@ -53,33 +60,46 @@ def perplexity_by_length(
         intervals: For some of the systems, the lower and upper end of an interval at lengths in tokens, drawn as a
             band.
     """
-    figure = Figure(figsize=(10, 4.3), layout="constrained")
-    figure.suptitle(title)
+    bands = {system: _finite(band) for system, band in (intervals or {}).items()}
+    figure = _figure((10, 4.3), title)
     whole, close = figure.subplots(1, 2)
     for axes in (whole, close):
         for system, curve, style in _styled(curves):
-            axes.plot(list(curve), list(curve.values()), label=system, markersize=5, **style)
-            if intervals and system in intervals:
-                lower, upper = zip(*intervals[system].values(), strict=True)
-                axes.fill_between(list(intervals[system]), lower, upper, color=style["color"], alpha=0.2, linewidth=0)
+            axes.plot(list(curve), _heights(curve), label=_label(system, curve), markersize=5, **style)
+            if bands.get(system):
+                lower, upper = zip(*bands[system].values(), strict=True)
+                axes.fill_between(list(bands[system]), lower, upper, color=style["color"], alpha=0.2, linewidth=0)
         axes.axvline(training_length, color="0.6", linewidth=1, zorder=1)
         lengths = sorted({length for curve in curves.values() for length in curve})
         axes.set_xscale("log", base=2)
         axes.set_xticks(lengths, [str(length) for length in lengths])
         axes.set(xlabel="Length of the text (tokens)", ylabel="Perplexity")
         axes.grid(visible=True, which="both", color="0.92")
-    whole.set(yscale="log", title="all of it")
-    whole.yaxis.set_major_formatter("{x:g}")
-    whole.yaxis.set_minor_formatter("{x:g}")
-    whole.legend()
-    ends = [end for band in (intervals or {}).values() for end, _ in band.values()]
-    lowest = min([*ends, *(min(curve.values()) for curve in curves.values())])
-    # Curves that rise from the start still get a quarter of the picture.
-    highest = max([1.25 * lowest, *(curve[min(curve)] for curve in curves.values())])
-    margin = 0.05 * ((highest - lowest) or lowest)
-    close.set(ylim=(lowest - margin, highest + margin), title="the lower end, larger")
+    whole.set(title="all of it")
+    _log_perplexity(whole, curves.values())
+    _as_written(whole.legend())
+    close.set(title="the lower end, larger")
+    ends = [end for band in bands.values() for end, _ in band.values()]
+    _show_lower_end(close, [_finite(curve) for curve in curves.values()], ends)
     _mark_training_length(close, training_length)
     return figure
+
+
+def _log_perplexity(axes: Axes, curves: Iterable[Mapping[int, float]]) -> None:
+    if any(map(_finite, curves)):  # without a number to show, there is no scale
+        axes.set(yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+
+
+def _show_lower_end(axes: Axes, curves: Iterable[Mapping[int, float]], ends: Iterable[float]) -> None:
+    """Limit the perplexities shown to where curves fall; those that rise from the start still get a quarter."""
+    drawn = [curve for curve in curves if curve]
+    lowest = min([*ends, *(min(curve.values()) for curve in drawn)], default=1.0)
+    highest = max([1.25 * lowest, *(curve[min(curve)] for curve in drawn)])
+    margin = 0.05 * ((highest - lowest) or lowest)
+    if drawn:
+        axes.set(ylim=(lowest - margin, highest + margin))
 
 
 def perplexity_by_scheme(
@@ -92,8 +112,7 @@ def perplexity_by_scheme(
         length: The training length, marked by a line.
         title: What the texts are.
     """
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
-    figure.suptitle(title)
+    figure = _figure((11, 5.5), title)
     schemes = list(dict.fromkeys(scheme for curves in panels.values() for scheme in curves))
     markers = dict(zip(schemes, cycle("os^Dv*<>pX"), strict=False))
     colours = dict(zip(schemes, cycle(style["color"] for style in STYLES), strict=False))
@@ -104,19 +123,28 @@ def perplexity_by_scheme(
                 "marker": markers[scheme],
                 "linestyle": "-" if place < len(STYLES) else "--",
             }
-            axes.plot(list(curve), list(curve.values()), label=scheme, markersize=5, **line)
+            label = _label(scheme, _everywhere(panels, scheme))
+            axes.plot(list(curve), _heights(curve), label=label, markersize=5, **line)
         ticks = sorted({each for curve in curves.values() for each in curve})
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.set(yscale="log", title=pattern, xlabel="Length of the text (tokens)", ylabel="Perplexity")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
+        axes.set(title=pattern, xlabel="Length of the text (tokens)", ylabel="Perplexity")
+        _log_perplexity(axes, curves.values())
         axes.grid(visible=True, which="both", color="0.92")
         axes.axvline(length, color="0.6", linewidth=1, zorder=0)
     _mark_training_length(axes, length)
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
+    named = [pair for each in figure.axes for pair in zip(*each.get_legend_handles_labels(), strict=True)]
+    lines = {label: line for line, label in reversed(named)}
+    labels = list(dict.fromkeys(label for _, label in named))
+    handles = [lines[label] for label in labels]
+    _as_written(figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False))
     return figure
+
+
+def _everywhere(panels: Mapping[str, Mapping[str, Mapping[int, float]]], scheme: str) -> dict[int, float]:
+    """Sums of a scheme's values over all panels: finite where all of them are."""
+    curves = [curves[scheme] for curves in panels.values() if scheme in curves]
+    return {place: sum(curve.get(place, 0.0) for curve in curves) for curve in curves for place in curve}
 
 
 def attention_expectation(curves: Mapping[str, Tensor], *, title: str, training_length: int | None = None) -> Figure:
@@ -143,10 +171,11 @@ def resolution(result: "Resolution") -> Figure:
     Args:
         result: What `measure_resolution` found.
     """
-    figure = Figure(figsize=(10, 4.3), layout="constrained")
-    figure.suptitle(f"Attention resolution, texts of {result.length} tokens: mean over layers {result.mean:.3g}")
-    by_distance, by_layer = figure.subplots(1, 2)
     numbers = range(1, len(result.curves) + 1)
+    layers = dict(zip(numbers, result.by_layer, strict=True))
+    title = f"Attention resolution, texts of {result.length} tokens: mean over layers {result.mean:.3g}"
+    figure = _figure((10, 4.3), _label(title, layers))
+    by_distance, by_layer = figure.subplots(1, 2)
     scale = ScalarMappable(Normalize(1, max(2, len(result.curves))), _ORDERED)
     shades = scale.to_rgba(np.array(numbers))
     for shade, curve in zip(shades, result.curves, strict=True):
@@ -154,7 +183,7 @@ def resolution(result: "Resolution") -> Figure:
     by_distance.set(xlabel="Distance n (tokens)", ylabel="Mean attention score s[n]")
     by_distance.grid(visible=True, color="0.92")
     figure.colorbar(scale, ax=by_distance, label="Layer", ticks=_whole_numbers(len(numbers)))
-    by_layer.bar(numbers, result.by_layer, color=shades)
+    by_layer.bar(numbers, _heights(layers), color=shades)
     _layer_axis(by_layer, len(numbers))
     return figure
 
@@ -169,7 +198,8 @@ def resolution_by_layer(results: Mapping[str, "Resolution"], *, title: str) -> F
     figure, axes = _single(title)
     for system, result, style in _styled(results):
         numbers = range(1, len(result.by_layer) + 1)
-        axes.plot(numbers, result.by_layer, label=f"{system} (mean {result.mean:.3g})", markersize=5, **style)
+        label = _label(f"{system} (mean {result.mean:.3g})", dict(zip(numbers, result.by_layer, strict=True)))
+        axes.plot(numbers, result.by_layer, label=label, markersize=5, **style)
     _layer_axis(axes, max(len(result.by_layer) for result in results.values()))
     _legend_below(figure)
     return figure
@@ -186,7 +216,8 @@ def receptive_fields(fields: Mapping[str, "ReceptiveField"], *, title: str) -> F
     for system, field, style in _styled(fields):
         tokens = range(1, len(field.cumulative) + 1)
         line = style | {"marker": None}
-        axes.plot(tokens, field.cumulative.numpy(), label=f"{system}: ERF {field.erf} tokens", **line)
+        label = _label(f"{system}: ERF {field.erf} tokens", _points(field.cumulative, first=1))
+        axes.plot(tokens, field.cumulative.numpy(), label=label, **line)
         at_erf = field.cumulative[field.erf - 1].item()
         axes.vlines(field.erf, 0, at_erf, color=style["color"], linewidth=1)
         axes.plot(field.erf, at_erf, color=style["color"], marker=style["marker"], zorder=3)
@@ -211,13 +242,13 @@ def bias_matrices(matrices: Mapping[str, Tensor], *, title: str) -> Figure:
     """
     columns = min(4, len(matrices))
     rows = -(-len(matrices) // columns)
-    figure = Figure(figsize=(3.6 * columns + 0.4, 3.2 * rows + 0.4), layout="constrained")
-    figure.suptitle(title)
+    figure = _figure((3.6 * columns + 0.4, 3.2 * rows + 0.4), title)
     for place, (scheme, matrix) in enumerate(matrices.items(), start=1):
         axes = figure.add_subplot(rows, columns, place)
         seen = visible("full", None, torch.arange(matrix.shape[0]), torch.arange(matrix.shape[1]))
         image = axes.imshow(matrix.cpu().masked_fill(~seen, torch.nan).numpy(), cmap=_ORDERED, interpolation="nearest")
-        axes.set(title=scheme, xlabel="Key (position)", ylabel="Query (position)")
+        axes.set(xlabel="Key (position)", ylabel="Query (position)")
+        axes.set_title(_printable(scheme), parse_math=False)
         figure.colorbar(image, ax=axes, label="Added to the score", shrink=0.8)
     return figure
 
@@ -233,6 +264,8 @@ def bias_by_distance(biases: Mapping[str, Tensor], *, title: str, fit: bool = Fa
     figure, axes = _single(title)
     _draw_by_distance(axes, biases)
     for bias in biases.values() if fit else ():
+        if bias.isfinite().sum() < _POINTS_OF_A_FIT:
+            continue
         slope, offset = logarithmic_fit(bias)
         sign = "-" if offset < 0 else "+"
         curve = slope * torch.arange(len(bias)).log1p() + offset
@@ -246,9 +279,16 @@ def logarithmic_fit(bias: Tensor) -> tuple[float, float]:
     """Return the a and c for which a · log(1 + n) + c is nearest to a bias (Sandwich paper, §6.3; least squares).
 
     Args:
-        bias: Bias at distances n = 0, 1, …, shape `(distances,)`.
+        bias: Bias at distances n = 0, 1, …, shape `(distances,)`; values that are not finite do not count.
+
+    Raises:
+        ValueError: If fewer than two values are finite.
     """
-    slope, offset = np.polyfit(np.log1p(np.arange(len(bias))), bias.cpu().double().numpy(), deg=1)
+    values = bias.cpu().double().numpy()
+    counted = np.isfinite(values)
+    if counted.sum() < _POINTS_OF_A_FIT:
+        raise ValueError(f"bias has {counted.sum()} finite values; a logarithmic curve needs at least two.")
+    slope, offset = np.polyfit(np.log1p(np.arange(len(values)))[counted], values[counted], deg=1)
     return float(slope), float(offset)
 
 
@@ -259,8 +299,7 @@ def attention_patterns(config: LexConfig, length: int) -> Figure:
         config: Its training length, block length and window are drawn.
         length: Number of tokens of the text; up to a hundred can be told apart.
     """
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    figure.suptitle(f"Which keys a query sees, training length {config.training_length}")
+    figure = _figure((10, 4), f"Which keys a query sees, training length {config.training_length}")
     block, positions = config.attention_span("blockwise") or 1, torch.arange(length)
     age = (positions[:, None] // block - positions // block).clamp(max=len(_AGES) - 1)
     for axes, pattern in zip(figure.subplots(1, len(ATTENTION_PATTERNS)), ATTENTION_PATTERNS, strict=True):
@@ -279,14 +318,17 @@ def attention_patterns(config: LexConfig, length: int) -> Figure:
 
 def save(figure: Figure, path: Path) -> Path:
     """Write a figure as PNG; the file appears under its name only when it is whole."""
-    partial = path.with_suffix(".partial.png")
-    FigureCanvasAgg(figure).print_png(partial)
-    return partial.replace(path)
+    with whole_file(path) as place, place.open("wb") as file:
+        FigureCanvasAgg(figure).print_png(file)
+    return path
 
 
 # From dark to light, so that they stay apart in print.
 _AGES = {"key in the query's own block": "#0072B2", "in the block before": "#56B4E9", "further back": "#F0E442"}
 _SPANS = {"blockwise": "blocks of", "sliding": "window of"}
+_PLACES_NAMED = 3
+_POINTS_OF_A_FIT = 2
+_AS_GOOD_AS_INFINITE = 1e300  # beyond, the limits of an axis overflow
 
 
 def _styled(curves: Mapping[str, _Curve]) -> Iterator[tuple[str, _Curve, dict[str, Any]]]:
@@ -294,9 +336,49 @@ def _styled(curves: Mapping[str, _Curve]) -> Iterator[tuple[str, _Curve, dict[st
         yield name, curve, style
 
 
+def _finite(values: Mapping[int, _Value]) -> dict[int, _Value]:
+    """What can be drawn: finite numbers, and pairs of them."""
+    return {place: value for place, value in values.items() if (np.abs(value) < _AS_GOOD_AS_INFINITE).all()}
+
+
+def _heights(values: Mapping[int, float]) -> list[float]:
+    """The values, NaN where nothing can be drawn."""
+    finite = _finite(values)
+    return [finite.get(place, math.nan) for place in values]
+
+
+def _points(curve: Tensor, *, first: int = 0) -> dict[int, float]:
+    return dict(enumerate(curve.tolist(), start=first))
+
+
+def _label(name: str, curve: Mapping[int, float]) -> str:
+    """The name of a curve, and where it is not drawn."""
+    missing = [place for place, height in zip(curve, _heights(curve), strict=True) if math.isnan(height)]
+    text = _printable(f" {name}" if name.startswith("_") else name)  # a legend leaves out what begins with _
+    if not missing:
+        return text
+    more = ", …" if len(missing) > _PLACES_NAMED else ""
+    return f"{text} (not finite at {', '.join(map(str, missing[:_PLACES_NAMED]))}{more})"
+
+
+def _printable(text: str) -> str:
+    """Escape halves of surrogate pairs, as names of files have them that are not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _figure(size: tuple[float, float], title: str) -> Figure:
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(_printable(title), parse_math=False)  # a dollar sign in a path is no formula
+    return figure
+
+
+def _as_written(legend: Legend) -> None:
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
 def _single(title: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(7, 4.6), layout="constrained")
-    figure.suptitle(title)
+    figure = _figure((7, 4.6), title)
     axes = figure.subplots()
     axes.grid(visible=True, color="0.92")
     return figure, axes
@@ -304,9 +386,8 @@ def _single(title: str) -> tuple[Figure, Axes]:
 
 def _draw_by_distance(axes: Axes, curves: Mapping[str, Tensor]) -> None:
     for name, curve, style in _styled(curves):
-        axes.plot(
-            curve.cpu().numpy(), label=name, markersize=5, markevery=max(1, len(curve) // 8), linewidth=1.2, **style
-        )
+        label, every = _label(name, _points(curve)), max(1, len(curve) // 8)
+        axes.plot(curve.cpu().numpy(), label=label, markersize=5, markevery=every, linewidth=1.2, **style)
     axes.set(xlabel="Distance n (tokens)")
 
 
@@ -342,4 +423,4 @@ def _mark_training_length(axes: Axes, length: int) -> None:
 
 def _legend_below(figure: Figure) -> None:
     """A legend outside of the axes, where it covers no curve."""
-    figure.legend(loc="outside lower center", ncols=2, frameon=False)
+    _as_written(figure.legend(loc="outside lower center", ncols=2, frameon=False))

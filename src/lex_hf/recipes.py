@@ -3,6 +3,7 @@
 import dataclasses
 import difflib
 import re
+import reprlib
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -18,8 +19,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArgumen
 
 from lex_hf.configuration_lex import LexConfig
 from lex_hf.estimate import Estimate, estimate
+from lex_hf.loading import plain
 from lex_hf.tokenization import byte_tokenizer
-from lex_hf.training import training_arguments
+from lex_hf.training import Change, training_arguments
 
 SECTIONS = ("model", "training", "data")
 
@@ -32,6 +34,8 @@ _ELSEWHERE = {
     "gradient_accumulation_steps": "examples_per_step of data",
     "ignore_data_skip": "nothing: it is chosen by what is resumed",
     "include_num_input_tokens_seen": "nothing: all tokens are counted",
+    "restore_callback_states_from_checkpoint": "nothing: what is resumed is restored",
+    "auto_find_batch_size": "per_device_train_batch_size, so that a step has the examples that the recipe says",
 }
 # What this machine must have; nothing to ask of one that only plans.
 _OF_MACHINE: dict[str, Any] = {"bf16": False, "fp16": False, "tf32": None, "fsdp": None, "fsdp_config": None}
@@ -61,6 +65,17 @@ class DataSettings:
     shuffle_buffer: int = 1000
     text_field: str = "text"
     split: str = "train"
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ValueError: If one is too small.
+        """
+        for name, least in (("length", 2), ("examples_per_step", 1), ("shuffle_buffer", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"data.{name} = {value}: it must be at least {least}.")
 
 
 _KNOWN: dict[str, dict[str, Any]] = {
@@ -163,6 +178,8 @@ class Recipe:
             ValueError: If that is no whole number.
         """
         batch = self.setting("per_device_train_batch_size")
+        if batch < 1:
+            raise ValueError(f"per_device_train_batch_size = {batch}: it must be at least 1.")
         wanted = self.data.examples_per_step
         if wanted is None:
             return 1
@@ -179,7 +196,9 @@ class Recipe:
         Raises:
             ValueError: If neither tells.
         """
-        length = self.data.length or getattr(config, "training_length", None)
+        length = self.data.length
+        if length is None:
+            length = getattr(config, "training_length", None)
         if length is None:
             raise ValueError(f"A {config.model_type} model has no training length: say --set length=1024.")
         return int(length)
@@ -220,15 +239,22 @@ class Recipe:
         """Let `TrainingArguments` check all values but those that ask for abilities of this machine."""
         training_arguments("plan", **(self.training | _OF_MACHINE))
 
-    def to_yaml(self, config: LexConfig | None = None) -> str:
-        """Write the recipe, with all fields of the model if its configuration is given."""
+    def to_yaml(self, config: LexConfig | None = None, changes: Iterable[Change] = ()) -> str:
+        """Write the recipe, with all fields of the model if its configuration is given.
+
+        Args:
+            config: Configuration of the model.
+            changes: What was changed while the training was resumed: for comments at the beginning, since the values
+                of the recipe are those of the last steps.
+        """
         model = self.model
         if config is not None:
             values = config.to_dict()
             model = {name: values[name] for name in _KNOWN["model"] if name in values}
         sections = {"model": model, "training": self.training, "data": dataclasses.asdict(self.data)}
+        comments = [f"# Resumed with changes: {change}.".replace("\n", " ") + "\n" for change in changes]
         text: str = yaml.safe_dump(sections, sort_keys=False, default_flow_style=False)
-        return text
+        return "".join(comments) + text
 
     def _with(self, sections: Mapping[str, dict[str, Any]], where: str) -> "Recipe":
         for section, fields in sections.items():
@@ -256,8 +282,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     missing = f"{name}: no tokenizer that loads. Give a folder or Hub id that has one with --tokenizer."
     try:
         words = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{missing} ({error})") from error
+    except Exception as error:  # damaged files make the libraries raise anything
+        raise ValueError(f"{missing} ({plain(error)})") from error
     # Of a model without one, transformers makes a tokenizer that knows the special tokens only.
     if len(words) <= len(words.all_special_tokens):
         raise ValueError(missing)
@@ -297,7 +323,7 @@ def load_recipe(name: str | Path) -> Recipe:
     if where in recipe_names():
         text = (resources.files("lex_hf") / "recipes" / f"{where}.yaml").read_text(encoding="utf-8")
     elif Path(name).is_file() and Path(name).suffix in (".yaml", ".yml"):
-        text = Path(name).read_text(encoding="utf-8")
+        text = _read(Path(name))
     else:
         raise ValueError(_no_recipe(where))
     sections = _parse(text, where) or {}
@@ -307,10 +333,17 @@ def load_recipe(name: str | Path) -> Recipe:
         )
     for section, fields in sections.items():
         if section not in SECTIONS:
-            raise ValueError(f"{where}: no section {section!r}; {_nearest(section, SECTIONS)}.")
+            raise ValueError(f"{where}: no section {section!r}; {_nearest(str(section), SECTIONS)}.")
         if not isinstance(fields, dict | None):
             raise ValueError(f"{where}: the section {section!r} must hold fields, as max_steps: 2000.")
     return Recipe(where)._with({name: sections.get(name) or {} for name in SECTIONS}, where)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no recipe: it is not UTF-8 text (byte {error.start}).") from error
 
 
 def _no_recipe(name: str) -> str:
@@ -358,6 +391,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
 def _check(section: str, name: str, value: Any, where: str) -> None:
     _check_name(section, name, where)
     kind = _KNOWN[section][name]
+    if type(value) is int and abs(value) >= 2**63:
+        raise ValueError(f"{where}: {section}.{name} = {reprlib.repr(value)} is too large a number.")
     # A whole number will do where TrainingArguments wants a float.
     candidates = [value, float(value)] if type(value) is int else [value]
     for candidate in candidates:
@@ -367,7 +402,9 @@ def _check(section: str, name: str, value: Any, where: str) -> None:
             continue
         return
     wanted = getattr(kind, "__name__", str(kind)) if not typing.get_args(kind) else str(kind)
-    raise ValueError(f"{where}: {section}.{name} = {value!r} is {type(value).__name__}; it must be {wanted}.")
+    raise ValueError(
+        f"{where}: {section}.{name} = {reprlib.repr(value)} is {type(value).__name__}; it must be {wanted}."
+    )
 
 
 class _Loader(yaml.SafeLoader):
@@ -396,5 +433,5 @@ _Loader.add_implicit_resolver(
 def _parse(text: str, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the last two of numbers and brackets without end
         raise ValueError(f"{where}: no YAML: {error}") from error

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -45,12 +46,34 @@ def check_folder(path: Path, name: str) -> None:
         ValueError: If the path, or the first part of it that exists, is no folder or cannot be written to.
     """
     with _explained(path, name):
+        if path.is_symlink() and not path.exists():
+            raise ValueError(f"{name} {path} is a symbolic link to a folder that is not there; choose another path.")
         existing = Path(os.path.realpath(path))
         while not existing.exists() and existing != existing.parent:
             existing = existing.parent
         if not existing.is_dir():
             raise ValueError(f"{name} {path}: {existing} is a file, not a folder; choose another path.")
         _check_writable(existing, path, name)
+
+
+def check_new_folder(path: Path, name: str) -> None:
+    """Check, before any work, that a folder is new or empty and that files can be written into it.
+
+    Args:
+        path: The folder.
+        name: What the user calls it, e.g. `--output`.
+
+    Raises:
+        ValueError: If not.
+    """
+    check_folder(path, name)
+    try:
+        os.path.realpath(path).encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} {path} is not UTF-8, in which alone weights and tokenizers are saved.") from error
+    with _explained(path, name):
+        if path.is_dir() and any(path.iterdir()):
+            raise ValueError(f"{name} {path} exists and is not empty: choose another folder.")
 
 
 @contextlib.contextmanager
@@ -74,10 +97,45 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def whole_folder(path: str | Path) -> Iterator[Path]:
+    """Yield a folder to write to; what was written there is in the folder `path` if the block ends without an error.
+
+    Args:
+        path: A folder that is new or empty; see [`check_new_folder`].
+    """
+    target = Path(os.path.realpath(path))
+    is_there = target.is_dir()  # it may be the current one or a mount, which cannot be replaced
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = (target if is_there else target.parent) / f".{target.name[:200]}.{os.getpid()}.partial"
+    partial.mkdir()
+    try:
+        yield partial
+        if not is_there:
+            partial.replace(target)
+        for each in list(partial.iterdir()) if is_there else ():
+            each.replace(target / each.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
 def write_text(path: str | Path, text: str) -> None:
-    """Write a text in UTF-8; see [`whole_file`]."""
-    with whole_file(path) as place, place.open("w", encoding="utf-8", newline="") as file:
+    """Write a text in UTF-8; see [`whole_file`]. Bytes of file names that are not UTF-8 become escapes."""
+    with whole_file(path) as place, place.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         file.write(text)
+
+
+def read_json(path: str | Path) -> Any:
+    """Read a JSON file.
+
+    Raises:
+        OSError: If it cannot be read.
+        ValueError: If it is not JSON in UTF-8; the message names it.
+    """
+    try:
+        return json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}.") from error
 
 
 def to_json(value: Any, **options: Any) -> str:

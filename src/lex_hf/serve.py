@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
 from transformers.utils.import_utils import is_serve_available
 
+from .loading import check_checkpoint, plain
 from .modeling_lex import LexForCausalLM
 
 logger = logging.get_logger(__name__)
@@ -32,7 +33,8 @@ def serve(model: str, *, host: str = "localhost", port: int = 8000, options: Seq
 
     Raises:
         ImportError: If the packages of `transformers[serving]` are not installed; the message says how to get them.
-        ValueError: For continuous batching, which LEX has not, or a model that is not there or cannot be served.
+        ValueError: For continuous batching, which LEX has not, or a model that is not there, cannot be served, or
+            lacks weights.
     """
     _check_options(model, options)
     if not is_serve_available():
@@ -70,8 +72,8 @@ def _check_model(model: str, manager: ModuleType) -> None:
     try:
         config = AutoConfig.from_pretrained(name, revision=revision or "main")
         tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{model} is not a folder or Hub id of a model with its tokenizer: {error}") from error
+    except Exception as error:  # damaged files make the libraries raise anything
+        raise ValueError(f"{model} is not a folder or Hub id of a model with its tokenizer: {plain(error)}") from error
     architecture = (config.architectures or ["no architecture"])[0]
     known = getattr(manager.transformers, architecture, None)
     if known is None or not known.can_generate():
@@ -79,6 +81,8 @@ def _check_model(model: str, manager: ModuleType) -> None:
             f"{model} holds {architecture}, which cannot be served: it must be LexForCausalLM or another model of "
             "transformers that generates."
         )
+    if getattr(config, "quantization_config", None) is None:  # such weights have other names and shapes
+        check_checkpoint(known, name, revision=revision or "main")
     if tokenizer.chat_template is None:
         where = f"{name}/chat_template.jinja" if Path(name).is_dir() else "tokenizer.chat_template, and save it"
         logger.warning(

@@ -21,6 +21,9 @@ from lex_hf.training import TrainingResult, train, training_arguments
 TRAINING_LENGTH = 128
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
 
+LARGEST_SEED = 2**32 - 1  # of NumPy
+MOST_STEPS = 10**9
+
 # Parts of the standard library that are not ordinary code: tests, other people's packages, tables.
 _LEFT_OUT = {"encodings", "idlelib", "lib2to3", "site-packages", "dist-packages", "test", "tests", "turtledemo"}
 _LONG_FILE, _EVERY = 40_000, 4  # of the files of at least 40 000 bytes, every fourth is held back
@@ -59,6 +62,29 @@ def standard_library() -> Corpus:
     return Corpus([path for path in files if path not in (*test, longest)], test, longest)
 
 
+def check_steps(steps: int) -> None:
+    """Check a number of optimiser steps.
+
+    Raises:
+        ValueError: If it is not from 1 to `MOST_STEPS`.
+    """
+    if not 1 <= steps <= MOST_STEPS:
+        raise ValueError(f"steps = {steps}: it must be from 1 to {MOST_STEPS}.")
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Check seeds of several trainings.
+
+    Raises:
+        ValueError: If there are none, one is there twice, or one is not from 0 to `LARGEST_SEED`.
+    """
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) > LARGEST_SEED:
+        raise ValueError(
+            f"seeds = {', '.join(map(str, seeds)) or 'none'}: they must be different, from 0 to {LARGEST_SEED}, and "
+            "one at least."
+        )
+
+
 def tiny_config(scheme: str, **fields: Any) -> LexConfig:
     """A model of bytes with 4 layers of 96, l = 128, and a position scheme; `fields` are added.
 
@@ -92,7 +118,7 @@ def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int
         max_steps=steps,
         per_device_train_batch_size=16,
         learning_rate=2e-3,
-        warmup_steps=max(1, steps // 15),
+        warmup_steps=min(steps - 1, max(1, steps // 15)),
         logging_steps=max(1, steps // 15),
         save_strategy="no",
         seed=seed,

@@ -1,12 +1,14 @@
 """Byte-level tokenizers: one that needs no training and no download, and one trained on one's own texts."""
 
 from collections.abc import Iterable
+from itertools import chain
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 END_OF_TEXT = "<|endoftext|>"
+LARGEST_VOCABULARY = 2**22
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -44,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         A tokenizer without a maximum length; it has fewer ids than asked for if the texts hold too few pairs.
 
     Raises:
-        ValueError: If `vocab_size` is less than 257.
+        ValueError: If `vocab_size` is less than 257 or more than 2^22, or there are no texts.
 
     Example:
         >>> tokenizer = train_tokenizer(["to be or not to be"] * 2, vocab_size=260)
@@ -53,6 +55,12 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """
     if vocab_size < 257:
         raise ValueError(f"vocab_size = {vocab_size}: must be at least 257, for all bytes and {END_OF_TEXT}.")
+    if vocab_size > LARGEST_VOCABULARY:  # memory for all of it is taken at once
+        raise ValueError(f"vocab_size = {vocab_size}: must be at most {LARGEST_VOCABULARY}.")
+    texts = iter(texts)
+    first = next(texts, None)
+    if first is None:
+        raise ValueError("There are no texts to train the tokenizer on: all of them are empty.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,7 +68,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(chain([first], texts), trainer)
     return _for_language_models(tokenizer)
 
 

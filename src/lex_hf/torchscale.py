@@ -1,6 +1,7 @@
 """Import of the official checkpoints: state dicts of torchscale's decoder."""
 
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from .configuration_lex import LexConfig
+from .loading import explained
 from .modeling_lex import LexForCausalLM
 
 # Names inside a torchscale decoder, as patterns, and ours.
@@ -54,8 +56,8 @@ def from_torchscale(state_dict: Mapping[str, torch.Tensor] | str | Path, **confi
 
     Raises:
         FileNotFoundError: If the path does not exist.
-        ValueError: If the checkpoint has parts that LEX does not have, lacks parts that it needs, or contradicts
-            `config_fields`; the message names them.
+        ValueError: If the file cannot be read or is a pickle of more than tensors, or the checkpoint has parts that
+            LEX does not have, lacks parts that it needs, or contradicts `config_fields`; the message names them.
 
     Example:
         >>> model = from_torchscale("checkpoint_best.pt", training_length=1024)  # doctest: +SKIP
@@ -75,11 +77,16 @@ def from_torchscale(state_dict: Mapping[str, torch.Tensor] | str | Path, **confi
 def _load(path: Path) -> dict[str, torch.Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file; give a safetensors or PyTorch file of a torchscale decoder.")
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    with explained(str(path), "the weights of a torchscale decoder (a safetensors or PyTorch file)"):
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about pickles that it then refuses
+            content = torch.load(path, map_location="cpu", weights_only=True)
     content = content.get("model", content) if isinstance(content, dict) else content
-    if not isinstance(content, dict) or not all(isinstance(value, torch.Tensor) for value in content.values()):
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items()
+    ):
         raise ValueError(f"{path} holds no state dict: expected names and tensors, at the top or under 'model'.")
     return content
 
@@ -109,10 +116,12 @@ def _config(weights: Mapping[str, torch.Tensor], scales: list[torch.Tensor], fie
     """Read the sizes from the tensors, and check that the fields given agree with them."""
     embedding = weights.get("model.embed_tokens.weight")
     up = weights.get("model.layers.0.mlp.up_proj.weight")
-    if embedding is None or up is None:
+    if embedding is None or up is None or embedding.dim() != 2 or up.dim() != 2:
         raise ValueError("The checkpoint lacks embed_tokens.weight or layers.0.ffn.fc1.weight: not a whole decoder.")
     head = weights.get("lm_head.weight")
     layers = {int(found[1]) for name in weights if (found := re.match(r"model\.layers\.(\d+)\.", name))}
+    if max(layers) >= len(layers):
+        raise ValueError(f"The checkpoint has weights of layer {max(layers)}, but of {len(layers)} layers in all.")
     read: dict[str, Any] = {
         "vocab_size": embedding.shape[0],
         "hidden_size": embedding.shape[1],
@@ -120,11 +129,14 @@ def _config(weights: Mapping[str, torch.Tensor], scales: list[torch.Tensor], fie
         "num_hidden_layers": max(layers) + 1,
         "tie_word_embeddings": head is None or torch.equal(head, embedding),
     }
+    if any(scale.dim() != 1 or len(scale) == 0 for scale in scales):
+        raise ValueError(f"The checkpoint's xPos scales have the shapes {[tuple(scale.shape) for scale in scales]}.")
     if scales:
         read["num_attention_heads"] = embedding.shape[1] // (2 * scales[0].shape[0])
-    wrong = [f"{name} = {fields[name]!r}, the checkpoint has {read[name]!r}" for name in read if name in fields]
     wrong = [
-        text for text, name in zip(wrong, (n for n in read if n in fields), strict=True) if fields[name] != read[name]
+        f"{name} = {fields[name]!r}, the checkpoint has {value!r}"
+        for name, value in read.items()
+        if fields.get(name, value) != value
     ]
     if wrong:
         raise ValueError("The checkpoint contradicts the fields given: " + "; ".join(wrong) + ".")
@@ -138,6 +150,8 @@ def _check_scale(config: LexConfig, scales: list[torch.Tensor]) -> None:
     pairs = torch.arange(config.head_dim // 2) * 2 / config.head_dim
     zeta = (pairs + config.xpos_gamma) / (1 + config.xpos_gamma)
     for scale in scales:
+        if len(scale) != len(zeta):
+            raise ValueError(f"The checkpoint's xPos scale has {len(scale)} values, half a head has {len(zeta)}.")
         if not torch.allclose(scale.float(), zeta, atol=1e-3):
             raise ValueError(
                 f"The checkpoint's xPos scale begins with {scale[0].item():.4f}, xpos_gamma = {config.xpos_gamma} "
@@ -160,4 +174,7 @@ def _load_weights(model: LexForCausalLM, weights: dict[str, torch.Tensor]) -> No
     ]
     if shapes:
         raise ValueError("Tensors of the checkpoint have the wrong shape: " + "; ".join(shapes[:3]) + ".")
+    strange = [f"{name}: {tensor.dtype}" for name, tensor in weights.items() if not tensor.is_floating_point()]
+    if strange:
+        raise ValueError("Tensors of the checkpoint are no floating-point numbers: " + "; ".join(strange[:3]) + ".")
     model.load_state_dict(weights)

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2LMHeadModel, PreTrainedModel
+from transformers import AutoConfig, GPT2LMHeadModel, PreTrainedModel
 
 from .configuration_lex import LexConfig
+from .loading import explained, load_whole
 from .modeling_lex import LexForCausalLM
 
 # Fields of GPT-2's configuration that change what a layer computes, and the only value that LEX computes.
@@ -30,8 +31,8 @@ def from_gpt2(model: PreTrainedModel | str | Path, **config_fields: Any) -> LexF
         The model in evaluation mode, with weights of its own in the dtype of GPT-2's.
 
     Raises:
-        OSError: If there is no such model.
-        ValueError: If it is no GPT-2, computes what LEX does not, or contradicts `config_fields`; the message tells.
+        ValueError: If there is no such model, it cannot be read, lacks weights, is no GPT-2, computes what LEX does
+            not, or contradicts `config_fields`; the message says which.
 
     Example:
         >>> model = from_gpt2("openai-community/gpt2", position_embedding_type="rope")  # doctest: +SKIP
@@ -47,10 +48,11 @@ def from_gpt2(model: PreTrainedModel | str | Path, **config_fields: Any) -> LexF
 
 
 def _load(path: str | Path) -> PreTrainedModel:
-    kind = AutoConfig.from_pretrained(path).model_type
+    with explained(str(path), "a GPT-2 (config.json, model.safetensors or its shards)"):
+        kind = AutoConfig.from_pretrained(path).model_type
     if kind != "gpt2":
         raise ValueError(f"{path} is a model of type {kind!r}; a warm start needs 'gpt2'.")
-    return AutoModelForCausalLM.from_pretrained(path)
+    return load_whole(GPT2LMHeadModel, str(path))
 
 
 def _config(gpt2: PreTrainedModel, fields: Mapping[str, Any]) -> LexConfig:

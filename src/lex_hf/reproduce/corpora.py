@@ -12,7 +12,9 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from lex_hf import recipes
 from lex_hf.data import load_documents
+from lex_hf.records import whole_folder
 from lex_hf.tiny import standard_library
 from lex_hf.tokenization import byte_tokenizer, train_tokenizer
 
@@ -88,14 +90,13 @@ def load_tokenizer(specification: str, training: Texts, folder: Path) -> PreTrai
     if specification == "bytes":
         return byte_tokenizer()
     if not specification.startswith("bpe:"):
-        return AutoTokenizer.from_pretrained(specification)
+        return recipes.load_tokenizer(specification)
     key = hashlib.sha256(tokenizer_fingerprint(specification, training).encode()).hexdigest()[:12]
     place = folder / f"bpe-{bpe_size(specification)}-{key}"
     if not place.is_dir():
         tokenizer = train_tokenizer(training.documents["text"], bpe_size(specification))
-        partial = place.with_name(f"{place.name}.partial")
-        tokenizer.save_pretrained(partial)
-        partial.replace(place)
+        with whole_folder(place) as partial:
+            tokenizer.save_pretrained(partial)
     return AutoTokenizer.from_pretrained(place)
 
 

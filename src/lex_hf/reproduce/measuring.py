@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from lex_hf import LexConfig
 from lex_hf.perplexity import compute_perplexity, load_for_evaluation
 from lex_hf.receptive_field import empirical_receptive_field, receptive_field
+from lex_hf.records import read_json
 from lex_hf.reproduce.corpora import Texts, long_enough, segments
 from lex_hf.reproduce.models import write_json
 from lex_hf.reproduce.presets import Preset
@@ -100,7 +101,7 @@ def measure(
 def _read(place: Path) -> dict[str, Measurement] | None:
     if not place.is_file():
         return None
-    return {name: Measurement(**each) for name, each in json.loads(place.read_text(encoding="utf-8")).items()}
+    return {name: Measurement(**each) for name, each in read_json(place).items()}
 
 
 def _key(setting: Setting, system: System, texts: Texts, printed: int) -> str:

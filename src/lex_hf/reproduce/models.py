@@ -20,6 +20,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from lex_hf import LexConfig, LexForCausalLM
+from lex_hf.records import read_json, write_text
 from lex_hf.training import TrainingInterrupted, last_checkpoint, train, training_arguments
 
 DONE = "training.json"  # written when a model is whole
@@ -113,7 +114,7 @@ def ensure(
     """
     folder = models / job.name
     if job.state(models) == "trained":
-        return {**json.loads((folder / DONE).read_text(encoding="utf-8")), "trained_now": False}
+        return {**read_json(folder / DONE), "trained_now": False}
     begun = _clear(job, models)
     arguments = training_arguments(folder, **_arguments(job, tokens_at_once))
     set_seed(job.seed)
@@ -187,11 +188,9 @@ def join_processes(output: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON; the file appears under its name only when it is whole."""
+    """Write what is read again here: as Python's JSON, which has NaN and Infinity."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    partial.replace(path)
+    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
 
 def hardware() -> dict[str, Any]:

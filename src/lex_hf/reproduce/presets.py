@@ -8,7 +8,7 @@ import torch
 
 from lex_hf import LexConfig
 from lex_hf.reproduce.tables import LEX, System, Table
-from lex_hf.tiny import tiny_config
+from lex_hf.tiny import check_steps, tiny_config
 
 # Nothing of a model that can be trained: the versions and names that transformers keeps in a config.
 _NOT_A_FIELD = ("transformers_version", "model_type", "architectures", "dtype")
@@ -93,6 +93,7 @@ def preset(name: str, paper: str, *, length: int | None = None, steps: int | Non
             raise ValueError(f"--length {length}: it must be even and at least 8.")
         chosen = replace(chosen, length=length)
     if steps is not None:
+        check_steps(steps)
         printed = chosen.training["max_steps"]
         warmup = min(steps - 1, chosen.training["warmup_steps"] * steps // printed)
         chosen = replace(chosen, training={**chosen.training, "max_steps": steps, "warmup_steps": warmup})

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from lex_hf import plots
 from lex_hf.receptive_field import ReceptiveField
-from lex_hf.reproduce.models import write_json
+from lex_hf.records import to_json, write_text
 
 RECORD, REPORT = "record.json", "report.md"
 NO_TEXTS = "computed from the configuration"
@@ -27,12 +27,10 @@ _SHOWN_PARTS = 12
 def write(folder: Path, record: Mapping[str, Any]) -> None:
     """Write record, report and pictures; each appears under its name only when it is whole."""
     folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / RECORD, to_json(record, indent=1, ensure_ascii=False) + "\n")
+    write_text(folder / REPORT, render(record))
     for name, figure in pictures(record).items():
         plots.save(figure, folder / name)
-    write_json(folder / RECORD, record)
-    partial = folder / f"{REPORT}.partial"
-    partial.write_text(render(record), encoding="utf-8")
-    partial.replace(folder / REPORT)
 
 
 def render(record: Mapping[str, Any]) -> str:
@@ -146,12 +144,12 @@ def _shown(record: Mapping[str, Any], value: float) -> float:
     """Losses are shown as perplexities."""
     if not record["perplexity"]:
         return value
-    return math.exp(value) if value < 700 else math.inf
+    return math.inf if value >= 700 else math.exp(value)
 
 
 def _number(value: float) -> str:
     if not math.isfinite(value):
-        return "∞"
+        return "NaN" if math.isnan(value) else "∞"
     return f"{value:.4g}" if abs(value) >= 100 else f"{value:.3f}"
 
 
@@ -229,7 +227,7 @@ def _evidence(record: Mapping[str, Any], part: Mapping[str, Any]) -> str:
 def _difference(record: Mapping[str, Any], value: float) -> str:
     if not record["perplexity"]:
         return f"{value:+.3g}"
-    return f"{math.exp(value):.4g}" if value < 700 else "∞"
+    return "∞" if value >= 700 else f"{math.exp(value):.4g}"
 
 
 def _interval_table(record: Mapping[str, Any], result: Mapping[str, Any]) -> str:

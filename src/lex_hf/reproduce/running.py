@@ -13,9 +13,12 @@ from typing import Any
 from accelerate import PartialState
 from datasets import Dataset
 from rich.console import Console
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lex_hf.data import pack
+from lex_hf.loading import find_device
+from lex_hf.recipes import load_tokenizer
+from lex_hf.records import check_file, check_folder
 from lex_hf.reproduce import corpora, models, published, report, tables
 from lex_hf.reproduce.corpora import Texts
 from lex_hf.reproduce.measuring import Measurement, Setting, expectation, measure
@@ -23,6 +26,8 @@ from lex_hf.reproduce.models import Job
 from lex_hf.reproduce.presets import Preset, preset
 from lex_hf.reproduce.statements import Cell, is_perplexity, marks, statements
 from lex_hf.reproduce.tables import System, Table
+from lex_hf.terminal import plain_console
+from lex_hf.tiny import check_seeds
 
 _UNKNOWN = "not given"  # fingerprint of texts in a plan made without them
 
@@ -73,7 +78,7 @@ class Plan:
         found = tables.find(request.table)
         further = tuple(tables.further_system(each) for each in request.also)
         self.table: Table = replace(found, systems=(*found.systems, *further))
-        _check_seeds(request.seeds)
+        check_seeds(request.seeds)
         self.preset = _preset(request, self.table)
         self.configs = {system.name: self.preset.config(self.table, system) for system in self.table.systems}
         if len(self.configs) < len(self.table.systems):
@@ -165,11 +170,6 @@ class Plan:
         }
 
 
-def _check_seeds(seeds: Sequence[int]) -> None:
-    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0:
-        raise ValueError(f"--seeds {','.join(map(str, seeds))}: they must be different, at least 0, and one at least.")
-
-
 def _preset(request: Request, table: Table) -> Preset:
     chosen = preset(request.preset, table.paper, length=request.length, steps=request.steps)
     if request.segments is not None:
@@ -184,7 +184,7 @@ def _vocabulary(tokenizer: str) -> int:
         return 257
     if tokenizer.startswith("bpe:"):
         return corpora.bpe_size(tokenizer)
-    return len(AutoTokenizer.from_pretrained(tokenizer))
+    return len(load_tokenizer(tokenizer))
 
 
 def run(request: Request, *, console: Console | None = None) -> dict[str, Any]:
@@ -199,11 +199,14 @@ def run(request: Request, *, console: Console | None = None) -> dict[str, Any]:
 
     Raises:
         KeyboardInterrupt: If training was stopped; the same call goes on.
-        ValueError: If the request, or its texts, are impossible.
+        ValueError: If the request, or its texts, are impossible, the output cannot be written to, or there is no such
+            device; all that before any work.
     """
     plan, start = Plan(request), time.monotonic()
+    find_device(request.device)
+    _check_output(plan)
     models.join_processes(request.output)
-    console = (console or Console()) if PartialState().is_main_process else Console(quiet=True)
+    console = (console or plain_console()) if PartialState().is_main_process else plain_console(quiet=True)
     trained = _train(plan, console)
     trained_for = time.monotonic() - start
     results = _measure_all(plan, console) if plan.trains else {report.NO_TEXTS: _expectations(plan)}
@@ -214,10 +217,26 @@ def run(request: Request, *, console: Console | None = None) -> dict[str, Any]:
         "seconds": {"training": trained_for, "all": time.monotonic() - start},
     }
     if PartialState().is_main_process:
-        report.write(plan.folder, record)
+        _write(plan.folder, record, console)
         console.print(f"The report is in {plan.folder / report.REPORT}", soft_wrap=True, highlight=False)
     PartialState().wait_for_everyone()
     return record
+
+
+def _check_output(plan: Plan) -> None:
+    for folder in (plan.request.output, plan.models, plan.folder):
+        check_folder(folder, "--output:")
+    for name in (report.RECORD, report.REPORT) if plan.folder.is_dir() else ():
+        check_file(plan.folder / name, "--output:")
+
+
+def _write(folder: Path, record: dict[str, Any], console: Console) -> None:
+    """Write the report; if it cannot be written it is printed."""
+    try:
+        report.write(folder, record)
+    except (OSError, ValueError):
+        console.print(report.render(record), markup=False, soft_wrap=True)
+        raise
 
 
 def _train(plan: Plan, console: Console) -> list[tuple[dict[str, Any], list[str]]]:

@@ -1,0 +1,236 @@
+"""Load models for measuring and serving: with all of their weights, or not at all.
+
+transformers fills weights that a checkpoint lacks with random numbers and prints a table; what is measured then is
+another model.
+"""
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import get_cpu_distributed_information
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils.logging import (
+    disable_progress_bar,
+    enable_progress_bar,
+    get_logger,
+    is_progress_bar_enabled,
+)
+
+logger = get_logger(__name__)
+
+# What decides where files come from must hold for the tokenizer as it does for the model.
+_HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "token")
+_NAMES_SHOWN = 3
+
+
+def load_for_evaluation(
+    model_id: str,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    **model_kwargs: Any,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a causal language model, with all of its weights, and its tokenizer with the Auto classes.
+
+    Args:
+        model_id: Folder or Hub id that holds both.
+        device: Where to put the model; `None` means a CUDA device if there is one, else the CPU. `"gpu"` is
+            another word for `"cuda"`.
+        dtype: Dtype of the weights, or its name; `None` keeps that of the checkpoint.
+        trust_remote_code: Whether code that comes with the model may run.
+        **model_kwargs: Passed to `AutoModelForCausalLM.from_pretrained`, as `attention_pattern="full"`.
+
+    Returns:
+        The model, in evaluation mode, and the tokenizer.
+
+    Raises:
+        ValueError: If there is no such model or tokenizer, it cannot be read, its weights are not those of the
+            model (see [`load_whole`]), or the device or the dtype is unknown.
+    """
+    placement = find_device(device)
+    join_processes(placement)
+    named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not (dtype in (None, "auto") or isinstance(named, torch.dtype)):
+        raise ValueError(f"dtype = {dtype!r}: it must be a dtype of torch, for example 'float32' or 'bfloat16'.")
+    tokenizer = _load_tokenizer(model_id, trust_remote_code, model_kwargs)
+    model = load_whole(
+        AutoModelForCausalLM, model_id, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
+    )
+    return model.to(placement).eval(), tokenizer
+
+
+def _load_tokenizer(
+    model_id: str, trust_remote_code: bool, model_kwargs: Mapping[str, Any]
+) -> PreTrainedTokenizerBase:
+    hub = {name: model_kwargs[name] for name in _HUB_OPTIONS if name in model_kwargs}
+    with explained(model_id, "a tokenizer (tokenizer.json, tokenizer_config.json)"):
+        return AutoTokenizer.from_pretrained(model_id, trust_remote_code=trust_remote_code, **hub)
+
+
+def load_whole(model_class: Any, model_id: str, **options: Any) -> PreTrainedModel:
+    """Load a model whose weights are all in its checkpoint, with the shapes that its configuration gives them.
+
+    Args:
+        model_class: A model class or an Auto class of transformers.
+        model_id: Folder or Hub id.
+        options: Passed to `from_pretrained`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If there is no such model, it cannot be read, or weights are missing or of another shape; of a
+            LEX model also if there are weights that it does not have. The message names some of them.
+    """
+    with explained(model_id, "a causal language model (config.json, model.safetensors or its shards)"), _no_table():
+        # Otherwise the shapes would be in the table only.
+        model, found = model_class.from_pretrained(
+            model_id, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    _check_shapes(model_id, found["mismatched_keys"])
+    _check_names(model, model_id, found["missing_keys"], found["unexpected_keys"])
+    return model
+
+
+def check_model(model_id: str, *, trust_remote_code: bool = False, **model_kwargs: Any) -> None:
+    """Check that [`load_for_evaluation`] would load a model and its tokenizer, which takes neither time nor memory.
+
+    Args:
+        model_id: As of [`load_for_evaluation`].
+        trust_remote_code: The same.
+        **model_kwargs: The same.
+
+    Raises:
+        ValueError: If not.
+    """
+    _load_tokenizer(model_id, trust_remote_code, model_kwargs)
+    check_checkpoint(AutoModelForCausalLM, model_id, trust_remote_code=trust_remote_code, **model_kwargs)
+
+
+def check_checkpoint(model_class: Any, model_id: str, **options: Any) -> None:
+    """Check what [`load_whole`] checks, by the names and shapes of the weights alone: in no time and no memory.
+
+    Args:
+        model_class: A model class or an Auto class of transformers.
+        model_id: Folder or Hub id.
+        options: Passed to `from_pretrained`.
+
+    Raises:
+        ValueError: As of [`load_whole`].
+    """
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        load_whole(model_class, model_id, device_map="meta", **options)
+    finally:
+        if shown:
+            enable_progress_bar()
+
+
+def join_processes(device: torch.device) -> None:
+    """Take this process's place among those of a launcher, if there is one; "cuda" is then a GPU of its own."""
+    # Told nothing, accelerate overlooks processes without accelerators. It asks for the device once and for all, so a
+    # process by itself is left as it is.
+    several = get_cpu_distributed_information().world_size > 1
+    PartialState(cpu=several and device.type == "cpu")
+
+
+def _check_shapes(model_id: str, mismatched: Collection[tuple[str, Collection[int], Collection[int]]]) -> None:
+    if not mismatched:
+        return
+    shapes = [f"{name} {tuple(stored)} instead of {tuple(wanted)}" for name, stored, wanted in sorted(mismatched)]
+    raise ValueError(
+        f"{model_id!r} has weights of other shapes than its config.json gives the model: {_some(shapes)}. Restore the "
+        "config.json that belongs to the weights, or save the model again."
+    )
+
+
+def _check_names(model: PreTrainedModel, model_id: str, missing: Collection[str], unexpected: Collection[str]) -> None:
+    name = type(model).__name__
+    others = f"the checkpoint holds {len(unexpected)} weights that {name} does not have: {_some(sorted(unexpected))}"
+    if missing:
+        renamed = f" Were they renamed? Besides, {others}." if unexpected else ""
+        raise ValueError(
+            f"{model_id!r} lacks {len(missing)} of the weights of {name}, which would be filled with random numbers: "
+            f"{_some(sorted(missing))}.{renamed} Save the whole model again, or train what it lacks first."
+        )
+    if unexpected and model.config.model_type == "lex":
+        raise ValueError(
+            f"{model_id!r} does not agree with its config.json: {others}. Restore the config.json that belongs to the "
+            "weights, or save the model again as what it is to be used as."
+        )
+    if unexpected:
+        logger.warning("%s: %s; they are not used.", model_id, others)
+
+
+def _some(names: list[str]) -> str:
+    """A few of many names."""
+    return ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")
+
+
+@contextmanager
+def explained(model_id: str, wanted: str) -> Iterator[None]:
+    """Say what was looked for when a folder or a Hub repository does not hold it."""
+    try:
+        yield
+    except Exception as error:  # damaged files make the libraries raise anything, tokenizers bare Exceptions
+        raise ValueError(f"{model_id!r} was searched for {wanted}, without success: {plain(error)}") from error
+
+
+def plain(error: BaseException) -> str:
+    """What an error of a library says, in one line."""
+    if isinstance(error, UnpicklingError):  # torch recommends to let the pickle run its code
+        return (
+            "a file is neither safetensors nor what torch.save makes of tensors alone. Other pickles are not loaded, "
+            "because they can run code: save the weights as safetensors"
+        )
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@contextmanager
+def _no_table() -> Iterator[None]:
+    """Keep transformers from printing its table of missing weights, where a sentence says it."""
+    report = logging.getLogger("transformers.modeling_utils")
+
+    def passes(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    report.addFilter(passes)
+    try:
+        yield
+    finally:
+        report.removeFilter(passes)
+
+
+def find_device(device: str | torch.device | None) -> torch.device:
+    """Return a device that models can run on.
+
+    Args:
+        device: Its name; `None` means a CUDA device if there is one, else the CPU. `"gpu"` is another word for
+            `"cuda"`.
+
+    Raises:
+        ValueError: If torch knows no such device, or does not find it here.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        placement = torch.device("cuda" if device == "gpu" else device)
+        backend = torch.get_device_module(placement.type)  # "meta" has none: nothing is computed there
+    except RuntimeError as error:
+        raise ValueError(f"device = {str(device)!r}: it must be a device of torch, as 'cpu' or 'cuda:1'.") from error
+    count = backend.device_count() if backend.is_available() else 0
+    if count == 0:
+        raise ValueError(f"device = {str(device)!r}: torch finds no {placement.type.upper()} device here; use 'cpu'.")
+    if (placement.index or 0) >= count:
+        raise ValueError(
+            f"device = {str(device)!r}: torch finds {count} {placement.type.upper()} device{'s' * (count > 1)} here, "
+            f"counted from 0; use '{placement.type}:0'."
+        )
+    return placement

@@ -1,0 +1,91 @@
+"""What a command prints: texts as they are, and errors as a sentence."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from io import TextIOWrapper
+from typing import NoReturn
+
+import torch
+import typer
+from huggingface_hub.errors import StrictDataclassError
+from rich.console import Console
+from safetensors import SafetensorError
+
+_ERRORS = (ValueError, OSError, ImportError, MemoryError, OverflowError, RecursionError, SafetensorError)
+_NO_MEMORY = ("not enough memory", "can't allocate memory")  # of torch on the CPU, which has no class for it
+
+
+def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
+    """A console that prints texts as they are: `[red]` and `:smile:` in a path are part of its name."""
+    return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False)
+
+
+def write_any_text() -> None:
+    """Write what an encoding does not have, as parts of file names, in escapes, where it would be an error."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+@contextlib.contextmanager
+def errors_as_sentences() -> Iterator[None]:
+    """Print what the user can do something about as a sentence, and end the command; all else is a traceback."""
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()  # now, while an error can still be explained
+    except (typer.Exit, typer.Abort):
+        raise
+    except KeyboardInterrupt as interruption:  # of a training that was stopped: it says how to go on
+        fail(str(interruption) or "Interrupted.", 130)
+    except BrokenPipeError as error:  # nobody reads on, as after `| head`
+        _write_no_more()
+        raise typer.Exit(1) from error
+    except StrictDataclassError as error:
+        fail(f"Error: {error.__cause__ or error}", 1)
+    except _ERRORS as error:
+        fail(f"Error: {_sentence(error)}", 1)
+    except RuntimeError as error:
+        if not (isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY)):
+            raise
+        fail(f"Error: {_no_memory(error)}", 1)
+
+
+def fail(message: str, code: int) -> NoReturn:
+    """End the command with a message."""
+    console = plain_console(stderr=True)
+    console.print(message, soft_wrap=not console.is_terminal)
+    _write_no_more_if_full()
+    raise typer.Exit(code)
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, MemoryError):
+        return _no_memory(error)
+    if isinstance(error, RecursionError):
+        return f"Something in the input is nested too deeply ({error})."
+    if isinstance(error, OverflowError):
+        return f"A number is too large ({error})."
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"{error}. Install the package it belongs to: pip install {error.name.partition('.')[0]}"
+    return str(error) or type(error).__name__
+
+
+def _no_memory(error: BaseException) -> str:
+    return f"The memory does not suffice ({error}). Choose smaller batches, shorter texts or a smaller model."
+
+
+def _write_no_more_if_full() -> None:
+    """Keep Python from reporting, when it ends, that what was printed does not fit on the disk."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        _write_no_more()
+
+
+def _write_no_more() -> None:
+    with contextlib.suppress(OSError, ValueError):  # a stream that is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
