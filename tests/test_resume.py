@@ -187,10 +187,10 @@ class TestChanges:
         with pytest.raises(ValueError, match=r"learning_rate: was 0\.001, now 0\.01"):
             _train(copied, _model(), _examples(10), resume=True, **STEPS)
         told: list[list[Change]] = []
-        second = {**first, "seed": 1, "allow_changes": ["seed"], "on_begin": told.append}
+        second = {**first, "seed": 1, "allow_changes": ["seed"], "on_save": told.append}
         result = _train(copied, _model(), _examples(10), **second)
         assert result.changes == [Change(3, "learning_rate", 1e-2, 1e-3), Change(5, "seed", 42, 1)]
-        assert told == [result.changes]
+        assert told[0] == told[-1] == result.changes
         assert json.loads(json.dumps(result.to_dict()))["changes"][1]["now"] == 1
 
     def test_that_cannot_take_effect_are_refused_even_if_allowed(self, copied: Path) -> None:
@@ -410,9 +410,11 @@ class TestLock:
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "held\n"
-            with pytest.raises(ValueError, match="out is in use by another training"):
-                _train(folder, _model(), _examples(4), max_steps=1)
-            process.kill()
+            try:
+                with pytest.raises(ValueError, match="out is in use by another training"):
+                    _train(folder, _model(), _examples(4), max_steps=1)
+            finally:
+                process.kill()
         assert (folder / LOCK_NAME).exists()
         _train(folder, _model(), _examples(4), max_steps=1)
         assert not (folder / LOCK_NAME).exists()
@@ -636,6 +638,14 @@ class TestCommand:
         assert result.exit_code == 1, result.output
         assert message in " ".join(result.stderr.split())
         assert not (tmp_path / "out").exists()
+
+    def test_leaves_nothing_in_the_way_of_the_next_try(self, tmp_path: Path, text: Path) -> None:
+        command = ["train", "tiny", text, "--output", tmp_path / "out", *SMALL, *setting(max_steps=2)]
+        missing = lex(*command, *setting(use_liger_kernel="true"))
+        assert missing.exit_code == 1
+        assert "asks for what is not here" in missing.stderr
+        assert not (tmp_path / "out").exists()
+        assert lex(*command).exit_code == 0
 
     def test_changes_are_allowed_when_resuming_only(self, tmp_path: Path, text: Path) -> None:
         result = lex("train", "tiny", text, "--output", tmp_path / "out", "--allow-change", "seed")

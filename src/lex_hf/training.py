@@ -213,7 +213,7 @@ def train(
     resume: bool = False,
     allow_changes: Collection[str] = (),
     overwrite: bool = False,
-    on_begin: Callable[[list[Change]], None] | None = None,
+    on_save: Callable[[list[Change]], None] | None = None,
 ) -> TrainingResult:
     """Train a causal language model on packed examples; save it and its tokenizer in `arguments.output_dir`.
 
@@ -238,8 +238,8 @@ def train(
             stream that changed begins at its first document.
         overwrite: Replace the model, tokenizer and checkpoints that `arguments.output_dir` holds. All else in there
             is kept.
-        on_begin: Called by the main process when all checks are passed, before the first step, with what was changed
-            in this resumption and earlier ones.
+        on_save: Called by the main process after each checkpoint and before the model is saved, with what was changed
+            in this resumption and earlier ones; to keep records beside them.
 
     Raises:
         TrainingInterrupted: When a signal stopped the training.
@@ -259,35 +259,31 @@ def train(
         with _available():
             trainer = _build_trainer(model, tokenizer, dataset, arguments, eval_dataset, record)
             Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-        on_main_process(arguments, lambda: _begin(arguments, checkpoint, record, on_begin))
-        return _run(trainer, checkpoint, record)
+        on_main_process(arguments, lambda: _clear(arguments, checkpoint))
+        return _run(trainer, checkpoint, record, on_save or (lambda changes: None))
 
 
-def _begin(
-    arguments: TrainingArguments,
-    checkpoint: Path | None,
-    record: RunRecord,
-    on_begin: Callable[[list[Change]], None] | None,
-) -> None:
+def _clear(arguments: TrainingArguments, checkpoint: Path | None) -> None:
     """Remove checkpoints that are not of this training; a later one would be taken for its last."""
     # The Trainer deletes old checkpoints by age or number: it could keep a broken one and delete the good one.
     for other in checkpoints(arguments.output_dir) if checkpoint is None else newer_checkpoints(checkpoint):
         logger.warning("Removing %s, which is %s.", other, "replaced" if checkpoint is None else "incomplete")
         shutil.rmtree(other)
-    if on_begin is not None:
-        on_begin(record.changes)
 
 
-def _run(trainer: Trainer, checkpoint: Path | None, record: RunRecord) -> TrainingResult:
+def _run(
+    trainer: Trainer, checkpoint: Path | None, record: RunRecord, on_save: Callable[[list[Change]], None]
+) -> TrainingResult:
     interruption = _Interruption(trainer.accelerator)
     trainer.add_callback(interruption)
-    with interruption.listening(), contextlib.suppress(_NothingLeft), _in_memory(trainer.args):
+    trainer.add_callback(_Saved(lambda: on_save(record.changes)))
+    with interruption.listening(), contextlib.suppress(_NothingLeft), _explained(trainer.args):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     state = trainer.state
     if interruption.stopped:
         last = Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         raise TrainingInterrupted(last, state.global_step, state.max_steps)
-    _save_model(trainer)
+    _save_model(trainer, lambda: on_save(record.changes))
     if interruption.signal is not None:
         signal.raise_signal(interruption.signal)  # It came after the last step: the work is done, pass it on.
     return _result(trainer, record)
@@ -408,6 +404,18 @@ class _Divergence(TrainerCallback):
                 raise _diverged(f"{name} is {value}", args, state)
 
 
+class _Saved(TrainerCallback):
+    """Calls the caller back after each checkpoint."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Call, in the main process."""
+        if state.is_world_process_zero:
+            self.call()
+
+
 class _StreamPosition(TrainerCallback, ExportableState):
     """Tells a stream what was trained on, and every checkpoint where the stream goes on."""
 
@@ -483,9 +491,12 @@ def _available() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_memory(arguments: TrainingArguments) -> Iterator[None]:
+def _explained(arguments: TrainingArguments) -> Iterator[None]:
+    """Say what to do about a batch that is too large, and about what is loaded with the first step only."""
     try:
         yield
+    except ImportError as error:
+        raise ValueError(f"An argument asks for what is not here: {error}") from error
     except RuntimeError as error:
         if not should_reduce_batch_size(error):
             raise
@@ -697,7 +708,7 @@ def _check_shapes(model: PreTrainedModel, checkpoint: Path) -> None:
         )
 
 
-def _save_model(trainer: Trainer) -> None:
+def _save_model(trainer: Trainer, on_save: Callable[[], None]) -> None:
     folder = Path(trainer.args.output_dir)
     staging = folder / ".saving"
     is_main = trainer.is_world_process_zero()
@@ -709,6 +720,7 @@ def _save_model(trainer: Trainer) -> None:
             return
         # A pickle of the arguments: of use in a checkpoint only, and nothing to publish with a model.
         (staging / TRAINING_ARGS_NAME).unlink()
+        on_save()
         replace_model(folder, staging)
 
 
