@@ -146,6 +146,13 @@ class TestChanges:
         for one, other in zip(straight.parameters(), _load(copied).parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-5)
 
+    def test_how_often_it_is_evaluated_does_not_change_dropout(self, tmp_path: Path) -> None:
+        plain, looked_at = _model(hidden_dropout=0.3), _model(hidden_dropout=0.3)
+        _train(tmp_path / "plain", plain, _examples(10), **STEPS)
+        often = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": _examples(2)}
+        _train(tmp_path / "looked_at", looked_at, _examples(10), **STEPS, **often)
+        _assert_same_weights(plain, looked_at)
+
     def test_examples_made_otherwise_are_the_same_examples(self, copied: Path) -> None:
         rows = [[*row] for row in _examples(10)["input_ids"]]
         again = Dataset.from_dict({"input_ids": rows[3:] + rows[:3]}).select([*range(7, 10), *range(7)])

@@ -625,6 +625,16 @@ class TestArguments:
         with pytest.raises(ValueError, match="auto_find_batch_size must be false: a stream"):
             _train(tmp_path, _model(), _stream(corpus), max_steps=1, auto_find_batch_size=True)
 
+    def test_what_the_trainer_does_not_know(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"TrainingArguments: .*'no_such_field'"):
+            training_arguments(tmp_path, no_such_field=1)
+        with pytest.raises(ValueError, match=r"TrainingArguments: .*'foo'"):
+            training_arguments(tmp_path, accelerator_config={"foo": 1})
+        with pytest.raises(ValueError, match=r"lr_scheduler_kwargs = .*'foo'"):
+            _train(tmp_path, _model(), _examples(4), max_steps=1, lr_scheduler_kwargs={"foo": 1})
+        with pytest.raises(ValueError, match="train_sampling_strategy = 'foo': it must be one of random"):
+            _train(tmp_path, _model(), _examples(4), max_steps=1, train_sampling_strategy="foo")
+
     def test_what_is_not_installed(self, tmp_path: Path) -> None:
         for fields in ({"report_to": "comet_ml"}, {"optim": "adamw_bnb_8bit"}):
             with pytest.raises(ValueError, match=r"asks for what is not here: .*(comet|bitsandbytes)"):

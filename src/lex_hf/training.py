@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -76,6 +76,9 @@ _NOT_THE_MODEL = {
     "use_cache",
 }
 
+_SAMPLING = next(
+    each.metadata["choices"] for each in fields(TrainingArguments) if each.name == "train_sampling_strategy"
+)
 # What numbers must be, beside finite; the Trainer takes others in silence, or fails after hours.
 _AT_LEAST_1 = (lambda value: value >= 1, "at least 1")
 _AT_LEAST_0 = (lambda value: value >= 0, "at least 0")
@@ -198,7 +201,10 @@ def training_arguments(output_dir: str | Path, **overrides: Any) -> TrainingArgu
     } | overrides
     if settings["lr_scheduler_type"] == "polynomial":
         settings.setdefault("lr_scheduler_kwargs", {"lr_end": 0.0, "power": 1.0})
-    arguments = TrainingArguments(output_dir=str(output_dir), **settings)
+    try:
+        arguments = TrainingArguments(output_dir=str(output_dir), **settings)
+    except (TypeError, ImportError) as error:  # of fields that hold fields, and of what is not installed
+        raise ValueError(f"TrainingArguments: {error}") from error
     _check_numbers(arguments)
     return arguments
 
@@ -308,14 +314,18 @@ class _LexTrainer(Trainer):
             collate_fn=self.data_collator,
             pin_memory=self.args.dataloader_pin_memory,
         )
-        prepared = self.accelerator.prepare(loader)
-        # A loader without one draws from torch's own, and dropout would differ in a run that is resumed.
-        prepared.base_dataloader.generator = torch.Generator()
-        return prepared
+        return _with_a_generator(self.accelerator.prepare(loader))
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """Load batches to evaluate on, without a trace in the training."""
+        return _with_a_generator(super().get_eval_dataloader(*args, **kwargs))
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Make the schedule, and keep what the optimiser was told before a checkpoint is loaded over it."""
-        scheduler = super().create_scheduler(*args, **kwargs)
+        try:
+            scheduler = super().create_scheduler(*args, **kwargs)
+        except TypeError as error:
+            raise ValueError(f"lr_scheduler_kwargs = {self.args.lr_scheduler_kwargs}: {error}.") from error
         if isinstance(scheduler, LambdaLR):
             told = [{name: value for name, value in each.items() if name != "params"} for each in _groups(scheduler)]
             self.hyperparameters = told, list(scheduler.base_lrs)
@@ -334,6 +344,16 @@ class _LexTrainer(Trainer):
         folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with _saving(folder):
             super()._save_checkpoint(*args, **kwargs)
+
+
+def _with_a_generator(prepared: Any) -> DataLoader[Any]:
+    """Give a loader random numbers of its own.
+
+    One without them draws from torch's, and dropout would differ in a run that is resumed, or evaluated more often.
+    """
+    prepared.base_dataloader.generator = torch.Generator()
+    loader: DataLoader[Any] = prepared
+    return loader
 
 
 def _groups(scheduler: Any) -> list[dict[str, Any]]:
@@ -589,6 +609,9 @@ def check_arguments(arguments: TrainingArguments, resume: bool, allow_changes: C
         raise ValueError(f"allow_changes = {allow_changes!r} is a single name: give a list, [{allow_changes!r}].")
     if allow_changes and not resume:
         raise ValueError("allow_changes is for a training that is resumed: set resume=True (--resume), too.")
+    order = arguments.train_sampling_strategy
+    if order not in _SAMPLING:
+        raise ValueError(f"train_sampling_strategy = {order!r}: it must be one of {', '.join(_SAMPLING)}.")
     if arguments.restore_callback_states_from_checkpoint:
         raise ValueError("restore_callback_states_from_checkpoint must be false: this package restores its own.")
 
