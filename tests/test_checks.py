@@ -73,3 +73,13 @@ def test_bad_input(ids: torch.Tensor) -> None:
         check_positions(tiny_model(), ids)
     with pytest.raises(ValueError, match="shift = 0"):
         check_positions(tiny_model(), random_ids(9), shift=0)
+    with pytest.raises(ValueError, match="tolerance = nan"):
+        check_positions(tiny_model(), random_ids(9), tolerance=float("nan"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_of_logits_that_are_not_finite_nothing_is_said(value: float) -> None:
+    model = tiny_model()
+    torch.nn.init.constant_(model.lm_head.weight, value)
+    with pytest.raises(ValueError, match=r"logits of the model are not all finite numbers.*check its weights"):
+        check_positions(model, random_ids(9))

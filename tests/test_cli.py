@@ -197,9 +197,14 @@ def test_an_interrupted_training_can_be_loaded_and_resumed(tmp_path: Path, text:
     done = int(last.name.split("-")[1])
     assert isinstance(AutoModelForCausalLM.from_pretrained(last), LexForCausalLM)
     again = setting(max_steps=done + 2)
-    result = lex("train", "tiny", text, "--output", folder, *sizes, *again, "--resume", "--json")
+    command = ["train", "tiny", text, "--output", folder, *sizes, *again, "--resume", "--json"]
+    refused = " ".join(lex(*command).stderr.split())
+    assert f"max_steps: was 100000, now {done + 2}" in refused
+    result = lex(*command, "--allow-change", "max_steps")
     assert result.exit_code == 0, result.output
-    assert json.loads(result.stdout)["steps"] == done + 2
+    summary = json.loads(result.stdout)
+    assert summary["steps"] == done + 2
+    assert summary["changes"] == [{"step": done, "name": "max_steps", "was": 100_000, "now": done + 2}]
 
 
 def test_a_plan_is_told_before_anything_starts(tmp_path: Path, model: Path) -> None:

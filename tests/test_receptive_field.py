@@ -237,3 +237,10 @@ def test_bad_input(arguments: dict[str, Any], message: str) -> None:
 def test_negative_positions_have_no_field() -> None:
     with pytest.raises(ValueError, match="position = -1: it must be at least 0"):
         theoretical_receptive_field(LexConfig(), -1)
+
+
+def test_weights_that_are_not_finite_are_named_as_the_cause() -> None:
+    model = tiny_model()
+    torch.nn.init.constant_(model.model.layers[0].mlp.down_proj.weight, math.nan)
+    with pytest.raises(ValueError, match=r"Gradient norms must be finite.*weights"):
+        receptive_field(model, random_ids(12), positions=[5], progress=False)

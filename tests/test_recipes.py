@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.utils.flop_counter import FlopCounterMode
 
 from lex_hf import LexForCausalLM
-from lex_hf.estimate import activation_bytes, count_saved_bytes, estimate, visible_keys
+from lex_hf.estimate import activation_bytes, check_memory, count_saved_bytes, estimate, visible_keys
 from lex_hf.recipes import DataSettings, load_recipe, recipe_names
 from lex_hf.tiny import tiny_config
 from lex_hf.tokenization import byte_tokenizer
@@ -97,6 +97,29 @@ class TestFiles:
         path.write_text(text)
         with pytest.raises(ValueError, match=rf"mine\.yaml: .*{message}"):
             load_recipe(path)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            (b"model: {\xff\xfe}", "is no recipe: it is not UTF-8 text \\(byte 8\\)"),
+            (b"a: " + b"[" * 100_000 + b"]" * 100_000, "no YAML: maximum recursion"),
+            (b"training: {max_steps: " + b"9" * 5000 + b"}", "no YAML: .*digits"),
+            (b"training: {max_steps: " + b"9" * 30 + b"}", "training.max_steps = 9+ is too large a number"),
+            (b"1: {}", "no section 1"),
+            (b"data: {length: 0}", "data.length = 0: it must be at least 2"),
+            (b"data: {examples_per_step: -1}", "data.examples_per_step = -1: it must be at least 1"),
+        ],
+    )
+    def test_hostile_ones(self, tmp_path: Path, content: bytes, message: str) -> None:
+        path = tmp_path / "mine.yaml"
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            load_recipe(path)
+
+    def test_a_folder_is_none(self, tmp_path: Path) -> None:
+        (tmp_path / "mine.yaml").mkdir()
+        with pytest.raises(ValueError, match=r"mine\.yaml is no recipe"):
+            load_recipe(tmp_path / "mine.yaml")
 
     def test_numbers_and_words(self, tmp_path: Path) -> None:
         path = tmp_path / "mine.yml"
@@ -268,6 +291,27 @@ class TestEstimate:
         unknown = estimate(config, length=14, batch_size=2, optimizer="lion_8bit")
         assert (unknown.memory.optimizer, unknown.tokens, unknown.flops) == (None, None, None)
         assert unknown.memory.total == whole.memory.total - (whole.memory.optimizer or 0)
+
+    @pytest.mark.parametrize(
+        ("changes", "devices", "message"),
+        [
+            (["length=4611686018427387904"], 1, "length = 4611686018427387904: it must be"),
+            (["training_length=8589934592"], 1, "A batch of 16 x 8589934592 tokens"),
+            (["per_device_train_batch_size=9007199254740993", "examples_per_step=null"], 1, "batch_size = 9007"),
+            (["examples_per_step=null"], 10**30, "devices = 10+: it must be"),
+            (["max_steps=9007199254740993"], 1, "steps = 9007"),
+            (["per_device_train_batch_size=0"], 1, "per_device_train_batch_size = 0: it must be at least 1"),
+        ],
+    )
+    def test_absurd_numbers(self, changes: list[str], devices: int, message: str) -> None:
+        recipe = load_recipe("tiny").override(changes)
+        with pytest.raises(ValueError, match=message):
+            recipe.estimate(recipe.config(), devices)
+
+    def test_a_model_larger_than_the_machine_is_not_made(self) -> None:
+        with pytest.raises(ValueError, match=r"take [\d,.]+ GiB, and this machine has [\d,.]+ GiB"):
+            check_memory(load_recipe("tiny").override(["hidden_size=10000000"]).config())
+        check_memory(load_recipe("tiny").config())
 
     def test_no_memory_is_taken(self) -> None:
         recipe = load_recipe("gpt-medium").override(["num_hidden_layers=400", "hidden_size=8192"])

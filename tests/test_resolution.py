@@ -418,8 +418,9 @@ def test_bad_texts(ids: Tensor) -> None:
         measure_resolution(tiny_model(), random_ids(9), batch_size=0)
 
 
-def test_scores_that_are_not_finite_are_reported() -> None:
-    model = tiny_model()
-    nn.init.constant_(model.model.layers[0].self_attn.q_proj.weight, math.nan)
-    with pytest.raises(ValueError, match=r"s\[0\] = nan: all scores must be finite.*weights"):
+@pytest.mark.parametrize("part", ["self_attn.q_proj", "mlp.down_proj"])
+def test_weights_that_are_not_finite_are_reported(part: str) -> None:
+    model = tiny_model(num_hidden_layers=1)
+    nn.init.constant_(model.model.layers[0].get_submodule(part).weight, math.nan)
+    with pytest.raises(ValueError, match=r"hidden states of LexForCausalLM are not all finite .*weights"):
         measure_resolution(model, random_ids(9), progress=False)

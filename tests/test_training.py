@@ -50,7 +50,8 @@ def _examples(count: int, text: dict[str, list[str]] = TEXTS) -> Dataset:
 
 def _train(folder: Path, model: LexForCausalLM, examples: Dataset | PackedStream, **options: Any) -> TrainingResult:
     """Train with small batches and a log at every step, unless the options say otherwise."""
-    resume, eval_dataset = options.pop("resume", False), options.pop("eval_dataset", None)
+    names = ("resume", "eval_dataset", "allow_changes", "overwrite", "on_save")
+    rules = {name: options.pop(name) for name in names if name in options}
     defaults = {
         "per_device_train_batch_size": 2,
         "logging_steps": 1,
@@ -58,7 +59,7 @@ def _train(folder: Path, model: LexForCausalLM, examples: Dataset | PackedStream
         "learning_rate": 1e-2,
     }
     arguments = training_arguments(folder, **{**defaults, **options})
-    return train(model, TOKENIZER, examples, arguments, eval_dataset=eval_dataset, resume=resume)
+    return train(model, TOKENIZER, examples, arguments, **rules)
 
 
 def _hand_loss(model: LexForCausalLM, examples: Dataset) -> float:
@@ -242,7 +243,8 @@ class TestResume:
             _train(tmp_path, _model(intermediate_size=44), _examples(4), max_steps=2, resume=True)
         with pytest.raises(ValueError, match=r"position_embedding_type = .*'rope'"):
             _train(tmp_path, _model(position_embedding_type="rope"), _examples(4), max_steps=2, resume=True)
-        _train(tmp_path, _model(eos_token_id=3), _examples(4), max_steps=2, resume=True)
+        allowed = {"resume": True, "allow_changes": ["max_steps"]}
+        _train(tmp_path, _model(eos_token_id=3), _examples(4), max_steps=2, **allowed)
 
     @pytest.mark.parametrize("kept", ["checkpoint-1", "model.safetensors"])
     def test_must_be_asked_for(self, tmp_path: Path, kept: str) -> None:
@@ -595,12 +597,48 @@ class TestArguments:
         with pytest.raises(ValueError, match=f"warmup_steps = {warmup}: must be less than max_steps = 5"):
             training_arguments(tmp_path, max_steps=5, warmup_steps=warmup)
 
-    def test_a_diverged_loss_is_shown(self, tmp_path: Path) -> None:
-        model = _model()
-        with torch.no_grad():
-            model.model.norm.weight.fill_(float("nan"))
-        result = _train(tmp_path, model, _examples(4), max_steps=1, save_strategy="no")
-        assert result.train_loss != result.train_loss
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            *[("max_steps", value) for value in (0, -2, 10**20)],
+            *[("learning_rate", value) for value in (-1e-3, float("nan"), float("inf"), "fast")],
+            *[("per_device_train_batch_size", value) for value in (0, -1)],
+            *[("num_train_epochs", value) for value in (0, float("nan"))],
+            *[("save_steps", value) for value in (0, -5)],
+            ("gradient_accumulation_steps", 0),
+            ("warmup_steps", -1),
+            ("weight_decay", float("nan")),
+            ("adam_beta1", 1.0),
+            ("adam_epsilon", -1e-8),
+            ("max_grad_norm", float("nan")),
+            ("seed", -1),
+            ("seed", 2**32),
+        ],
+    )
+    def test_impossible_numbers(self, tmp_path: Path, name: str, value: object) -> None:
+        with pytest.raises(ValueError, match=rf"{name} = .*(must be|Expected value)"):
+            training_arguments(tmp_path, **{name: value})
+
+    def test_what_this_package_decides(self, tmp_path: Path, corpus: list[Path]) -> None:
+        with pytest.raises(ValueError, match="restore_callback_states_from_checkpoint must be false"):
+            _train(tmp_path, _model(), _examples(4), max_steps=1, restore_callback_states_from_checkpoint=True)
+        with pytest.raises(ValueError, match="auto_find_batch_size must be false: a stream"):
+            _train(tmp_path, _model(), _stream(corpus), max_steps=1, auto_find_batch_size=True)
+
+    def test_what_the_trainer_does_not_know(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"TrainingArguments: .*'no_such_field'"):
+            training_arguments(tmp_path, no_such_field=1)
+        with pytest.raises(ValueError, match=r"TrainingArguments: .*'foo'"):
+            training_arguments(tmp_path, accelerator_config={"foo": 1})
+        with pytest.raises(ValueError, match=r"lr_scheduler_kwargs = .*'foo'"):
+            _train(tmp_path, _model(), _examples(4), max_steps=1, lr_scheduler_kwargs={"foo": 1})
+        with pytest.raises(ValueError, match="train_sampling_strategy = 'foo': it must be one of random"):
+            _train(tmp_path, _model(), _examples(4), max_steps=1, train_sampling_strategy="foo")
+
+    def test_what_is_not_installed(self, tmp_path: Path) -> None:
+        for fields in ({"report_to": "comet_ml"}, {"optim": "adamw_bnb_8bit"}):
+            with pytest.raises(ValueError, match=r"asks for what is not here: .*(comet|bitsandbytes)"):
+                _train(tmp_path, _model(), _examples(4), max_steps=1, **fields)
 
 
 class TestBadInput:
@@ -609,6 +647,17 @@ class TestBadInput:
             _train(tmp_path, _model(), Dataset.from_dict(TEXTS), max_steps=1)
         with pytest.raises(ValueError, match="no examples"):
             _train(tmp_path, _model(), _examples(0), max_steps=1)
+        for rows, message in (
+            ([[1, 2, 3], [1, 2]], "equal length, at least 2 tokens; 'input_ids' has rows of 2, 3"),
+            ([[1], [2]], "equal length, at least 2 tokens; 'input_ids' has rows of 1"),
+            ([[1, 257]], "hold the token 257, but the model has the tokens 0 to 256"),
+            ([[1, -1]], "hold the token -1"),
+            ([[1.5, 2.0]], "must hold whole numbers, not float64"),
+            ([["a", "b"]], "must hold whole numbers"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                _train(tmp_path, _model(), Dataset.from_dict({"input_ids": rows}), max_steps=1)
+        assert list(tmp_path.iterdir()) == []
 
     def test_unused_evaluation_data(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="eval_dataset would not be used: set eval_strategy"):

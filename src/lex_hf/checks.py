@@ -1,5 +1,6 @@
 """What a model's positions do, measured: order variance and translation invariance (LEX paper, Eq. 1 and 2)."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -64,13 +65,16 @@ def check_positions(
         seed: Seed of the permutation and of the text in front.
 
     Raises:
-        ValueError: If the input is not one text of at least 3 tokens, or `shift` is less than 1.
+        ValueError: If the input is not one text of at least 3 tokens, `shift` is less than 1, the tolerance is no
+            number of at least 0, or a logit is not finite.
     """
     ids = input_ids.reshape(1, -1) if input_ids.dim() == 1 else input_ids
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 3:
         raise ValueError(f"input_ids has the shape {tuple(input_ids.shape)}; give one text of at least 3 tokens.")
     if shift < 1:
         raise ValueError(f"shift = {shift}: it must be at least 1.")
+    if not 0 <= tolerance < math.inf:
+        raise ValueError(f"tolerance = {tolerance}: it must be a finite number, at least 0.")
     ids = ids.to(model.device)
     generator, length = torch.Generator().manual_seed(seed), ids.shape[1]
     order = torch.cat((torch.randperm(length - 1, generator=generator), torch.tensor([length - 1])))
@@ -118,4 +122,10 @@ def _unless_refused(
 
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
-    return (one - other).abs().max().item()
+    largest = (one - other).abs().max().item()
+    if not math.isfinite(largest):  # what is not a number is neither equal nor different
+        raise ValueError(
+            "The logits of the model are not all finite numbers, so nothing can be said of its positions: check its "
+            "weights, or load it with dtype='float32'."
+        )
+    return largest

@@ -1118,7 +1118,7 @@ def _train(
             text = plan.to_yaml(None if model else lex.config, changes)
             write_text(Path(arguments.output_dir) / RECIPE_NAME, text)
 
-        return training.train(lex, words, examples, arguments, eval_dataset=held_back, on_begin=keep_recipe, **rules)
+        return training.train(lex, words, examples, arguments, eval_dataset=held_back, on_save=keep_recipe, **rules)
 
 
 def _packing(plan: Any, sources: list[str], seed: int, *, in_memory: bool = False) -> Any:

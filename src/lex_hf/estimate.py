@@ -128,7 +128,9 @@ def estimate(
             raise ValueError(f"{name} = {reprlib.repr(value)}: it must be at least 1 and less than 2**53.")
     widest = max(config.vocab_size, config.hidden_size, config.intermediate_size)
     if batch_size * length * max(widest, config.num_attention_heads * length) >= 2**60:
-        raise ValueError(f"A batch of {batch_size} x {length} tokens is too large for any device.")
+        raise ValueError(
+            f"A batch of {batch_size} x {length} tokens, with {widest} values for each, is too large for any device."
+        )
     counts = _count_parameters(config)
     shards = devices if sharded else 1
     per_parameter = _OPTIMIZER_BYTES.get(optimizer)

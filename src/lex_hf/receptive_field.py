@@ -45,13 +45,17 @@ def cumulative_gradient(norms: Tensor) -> Tensor:
         [0.75, 1.0, 1.0]
     """
     norms = norms.double()
-    if not (norms.isfinite() & (norms >= 0)).all() or not norms.any(dim=-1).all():
+    _check_norms(norms, bool(norms.any(dim=-1).all()))
+    sums = norms.flip(-1).cumsum(dim=-1)
+    return sums / sums[..., -1:]
+
+
+def _check_norms(norms: Tensor, are_above_0: bool = True) -> None:
+    if not are_above_0 or not (norms.isfinite() & (norms >= 0)).all():
         raise ValueError(
             "Gradient norms must be finite and at least 0, and one of each text above 0; check the weights, or load "
             "the model with dtype='float32'."
         )
-    sums = norms.flip(-1).cumsum(dim=-1)
-    return sums / sums[..., -1:]
 
 
 def empirical_receptive_field(cumulative: Tensor, threshold: float = 0.99) -> Tensor:
@@ -263,6 +267,7 @@ def _gradient_norms(model: PreTrainedModel, ids: Tensor, targets: Tensor | None,
     for index, position in enumerate(positions):
         (gradient,) = torch.autograd.grad(sums[index], embeds, retain_graph=index + 1 < len(positions))
         norms = gradient.double().norm(dim=-1).cpu()
+        _check_norms(norms)
         if norms[:, position + 1 :].any():
             raise ValueError(
                 f"{type(model).__name__} lets tokens after position {position} act on its prediction; the receptive "

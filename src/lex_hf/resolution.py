@@ -204,8 +204,8 @@ def measure_resolution(
         progress: Whether to show a progress bar, counted in texts.
 
     Raises:
-        ValueError: If the input is no such texts, the batch size is less than 1, scores are not finite, or the
-            model's attention cannot be measured.
+        ValueError: If the input is no such texts, the batch size is less than 1, scores or hidden states are not
+            finite, or the model's attention cannot be measured.
     """
     ids = _texts(input_ids, batch_size).to(model.device)
     with torch.inference_mode(), evaluating(model):
@@ -339,6 +339,11 @@ def _check_causal(module: nn.Module, seen: Tensor, distance: Tensor) -> None:
 def _check_attention(model: PreTrainedModel, ids: Tensor) -> None:
     """Refuse models whose attention is not what the recorder does: soft caps, sinks, position biases of their own."""
     expected = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    if not expected.isfinite().all():
+        raise ValueError(
+            f"The hidden states of {type(model).__name__} are not all finite numbers: check its weights, or load it "
+            "with dtype='float32'."
+        )
     recorder = _Recorder(ids.shape[1])
     with _recording(model, recorder):
         found = model.base_model(input_ids=ids, use_cache=False).last_hidden_state

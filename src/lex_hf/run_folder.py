@@ -158,9 +158,9 @@ def _check_nothing_is_lost(folder: Path, resume: bool, also: Collection[str]) ->
     if not found:
         return
     names = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
-    is_run = any(_is_one_of(path, (*_WEIGHTS, *_CHECKPOINTS)) for path in there)
+    is_run = any(_is_one_of(folder / name, (*_WEIGHTS, *_CHECKPOINTS)) for name in found)
     what = "a trained model or checkpoints" if is_run else "files that the training would replace"
-    going_on = "continue that run with resume=True (--resume), " if is_run and not resume else ""
+    going_on = "continue that run with resume=True (--resume), " if is_run else ""
     raise ValueError(
         f"{folder} holds {what}: {names}; {going_on}choose another folder, or have them replaced with overwrite=True "
         "(--overwrite)."

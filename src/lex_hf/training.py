@@ -8,7 +8,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -76,6 +76,9 @@ _NOT_THE_MODEL = {
     "use_cache",
 }
 
+_SAMPLING = next(
+    each.metadata["choices"] for each in fields(TrainingArguments) if each.name == "train_sampling_strategy"
+)
 # What numbers must be, beside finite; the Trainer takes others in silence, or fails after hours.
 _AT_LEAST_1 = (lambda value: value >= 1, "at least 1")
 _AT_LEAST_0 = (lambda value: value >= 0, "at least 0")
@@ -198,7 +201,10 @@ def training_arguments(output_dir: str | Path, **overrides: Any) -> TrainingArgu
     } | overrides
     if settings["lr_scheduler_type"] == "polynomial":
         settings.setdefault("lr_scheduler_kwargs", {"lr_end": 0.0, "power": 1.0})
-    arguments = TrainingArguments(output_dir=str(output_dir), **settings)
+    try:
+        arguments = TrainingArguments(output_dir=str(output_dir), **settings)
+    except (TypeError, ImportError) as error:  # of fields that hold fields, and of what is not installed
+        raise ValueError(f"TrainingArguments: {error}") from error
     _check_numbers(arguments)
     return arguments
 
@@ -213,7 +219,7 @@ def train(
     resume: bool = False,
     allow_changes: Collection[str] = (),
     overwrite: bool = False,
-    on_begin: Callable[[list[Change]], None] | None = None,
+    on_save: Callable[[list[Change]], None] | None = None,
 ) -> TrainingResult:
     """Train a causal language model on packed examples; save it and its tokenizer in `arguments.output_dir`.
 
@@ -238,8 +244,8 @@ def train(
             stream that changed begins at its first document.
         overwrite: Replace the model, tokenizer and checkpoints that `arguments.output_dir` holds. All else in there
             is kept.
-        on_begin: Called by the main process when all checks are passed, before the first step, with what was changed
-            in this resumption and earlier ones.
+        on_save: Called by the main process after each checkpoint and before the model is saved, with what was changed
+            in this resumption and earlier ones; to keep records beside them.
 
     Raises:
         TrainingInterrupted: When a signal stopped the training.
@@ -259,35 +265,31 @@ def train(
         with _available():
             trainer = _build_trainer(model, tokenizer, dataset, arguments, eval_dataset, record)
             Trainer.get_optimizer_cls_and_kwargs(arguments, model)
-        on_main_process(arguments, lambda: _begin(arguments, checkpoint, record, on_begin))
-        return _run(trainer, checkpoint, record)
+        on_main_process(arguments, lambda: _clear(arguments, checkpoint))
+        return _run(trainer, checkpoint, record, on_save or (lambda changes: None))
 
 
-def _begin(
-    arguments: TrainingArguments,
-    checkpoint: Path | None,
-    record: RunRecord,
-    on_begin: Callable[[list[Change]], None] | None,
-) -> None:
+def _clear(arguments: TrainingArguments, checkpoint: Path | None) -> None:
     """Remove checkpoints that are not of this training; a later one would be taken for its last."""
     # The Trainer deletes old checkpoints by age or number: it could keep a broken one and delete the good one.
     for other in checkpoints(arguments.output_dir) if checkpoint is None else newer_checkpoints(checkpoint):
         logger.warning("Removing %s, which is %s.", other, "replaced" if checkpoint is None else "incomplete")
         shutil.rmtree(other)
-    if on_begin is not None:
-        on_begin(record.changes)
 
 
-def _run(trainer: Trainer, checkpoint: Path | None, record: RunRecord) -> TrainingResult:
+def _run(
+    trainer: Trainer, checkpoint: Path | None, record: RunRecord, on_save: Callable[[list[Change]], None]
+) -> TrainingResult:
     interruption = _Interruption(trainer.accelerator)
     trainer.add_callback(interruption)
-    with interruption.listening(), contextlib.suppress(_NothingLeft), _in_memory(trainer.args):
+    trainer.add_callback(_Saved(lambda: on_save(record.changes)))
+    with interruption.listening(), contextlib.suppress(_NothingLeft), _explained(trainer.args):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     state = trainer.state
     if interruption.stopped:
         last = Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         raise TrainingInterrupted(last, state.global_step, state.max_steps)
-    _save_model(trainer)
+    _save_model(trainer, lambda: on_save(record.changes))
     if interruption.signal is not None:
         signal.raise_signal(interruption.signal)  # It came after the last step: the work is done, pass it on.
     return _result(trainer, record)
@@ -312,14 +314,18 @@ class _LexTrainer(Trainer):
             collate_fn=self.data_collator,
             pin_memory=self.args.dataloader_pin_memory,
         )
-        prepared = self.accelerator.prepare(loader)
-        # A loader without one draws from torch's own, and dropout would differ in a run that is resumed.
-        prepared.base_dataloader.generator = torch.Generator()
-        return prepared
+        return _with_a_generator(self.accelerator.prepare(loader))
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
+        """Load batches to evaluate on, without a trace in the training."""
+        return _with_a_generator(super().get_eval_dataloader(*args, **kwargs))
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
         """Make the schedule, and keep what the optimiser was told before a checkpoint is loaded over it."""
-        scheduler = super().create_scheduler(*args, **kwargs)
+        try:
+            scheduler = super().create_scheduler(*args, **kwargs)
+        except TypeError as error:
+            raise ValueError(f"lr_scheduler_kwargs = {self.args.lr_scheduler_kwargs}: {error}.") from error
         if isinstance(scheduler, LambdaLR):
             told = [{name: value for name, value in each.items() if name != "params"} for each in _groups(scheduler)]
             self.hyperparameters = told, list(scheduler.base_lrs)
@@ -338,6 +344,16 @@ class _LexTrainer(Trainer):
         folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with _saving(folder):
             super()._save_checkpoint(*args, **kwargs)
+
+
+def _with_a_generator(prepared: Any) -> DataLoader[Any]:
+    """Give a loader random numbers of its own.
+
+    One without them draws from torch's, and dropout would differ in a run that is resumed, or evaluated more often.
+    """
+    prepared.base_dataloader.generator = torch.Generator()
+    loader: DataLoader[Any] = prepared
+    return loader
 
 
 def _groups(scheduler: Any) -> list[dict[str, Any]]:
@@ -406,6 +422,18 @@ class _Divergence(TrainerCallback):
             value = (logs or {}).get(name, 0.0)
             if not math.isfinite(value):
                 raise _diverged(f"{name} is {value}", args, state)
+
+
+class _Saved(TrainerCallback):
+    """Calls the caller back after each checkpoint."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self.call = call
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Call, in the main process."""
+        if state.is_world_process_zero:
+            self.call()
 
 
 class _StreamPosition(TrainerCallback, ExportableState):
@@ -483,9 +511,12 @@ def _available() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _in_memory(arguments: TrainingArguments) -> Iterator[None]:
+def _explained(arguments: TrainingArguments) -> Iterator[None]:
+    """Say what to do about a batch that is too large, and about what is loaded with the first step only."""
     try:
         yield
+    except ImportError as error:
+        raise ValueError(f"An argument asks for what is not here: {error}") from error
     except RuntimeError as error:
         if not should_reduce_batch_size(error):
             raise
@@ -578,6 +609,9 @@ def check_arguments(arguments: TrainingArguments, resume: bool, allow_changes: C
         raise ValueError(f"allow_changes = {allow_changes!r} is a single name: give a list, [{allow_changes!r}].")
     if allow_changes and not resume:
         raise ValueError("allow_changes is for a training that is resumed: set resume=True (--resume), too.")
+    order = arguments.train_sampling_strategy
+    if order not in _SAMPLING:
+        raise ValueError(f"train_sampling_strategy = {order!r}: it must be one of {', '.join(_SAMPLING)}.")
     if arguments.restore_callback_states_from_checkpoint:
         raise ValueError("restore_callback_states_from_checkpoint must be false: this package restores its own.")
 
@@ -697,7 +731,7 @@ def _check_shapes(model: PreTrainedModel, checkpoint: Path) -> None:
         )
 
 
-def _save_model(trainer: Trainer) -> None:
+def _save_model(trainer: Trainer, on_save: Callable[[], None]) -> None:
     folder = Path(trainer.args.output_dir)
     staging = folder / ".saving"
     is_main = trainer.is_world_process_zero()
@@ -709,6 +743,7 @@ def _save_model(trainer: Trainer) -> None:
             return
         # A pickle of the arguments: of use in a checkpoint only, and nothing to publish with a model.
         (staging / TRAINING_ARGS_NAME).unlink()
+        on_save()
         replace_model(folder, staging)
 
 
