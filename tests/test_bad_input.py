@@ -414,19 +414,24 @@ from lex_hf.cli import main
 
 def test_interrupted_and_cut_off_processes_leave_no_traceback(places: Path) -> None:
     """While it imports, when nobody reads on, and when the disk is full."""
-    module, pipe = [sys.executable, "-m", "lex_hf", "check", "model"], subprocess.PIPE
-    imports = subprocess.Popen([sys.executable, "-c", INTERRUPTED], stderr=pipe, stdout=pipe, text=True)
-    cut_off = subprocess.Popen(module, stderr=pipe, stdout=pipe, text=True)
-    assert cut_off.stdout is not None
-    cut_off.stdout.close()
-    with Path("/dev/full").open("w") as full:
-        no_room = subprocess.Popen(module, stderr=pipe, stdout=full, text=True)
-    expected = ((imports, 130, ""), (cut_off, 1, ""), (no_room, 1, "No space left on device"))
-    for process, code, message in expected:
-        errors = (process.stderr.read() if process.stderr else "").splitlines()
-        said = [line for line in errors if line.strip() and "Loading weights" not in line]
-        assert process.wait(timeout=120) == code, said
-        assert (message in said[-1] and len(said) == 1) if message else not said, said
+    module = [sys.executable, "-m", "lex_hf", "check", "model"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    full = os.open("/dev/full", os.O_WRONLY)
+    calls = (
+        ([sys.executable, "-c", INTERRUPTED], subprocess.DEVNULL, 130, ""),
+        (module, writing, 1, ""),
+        (module, full, 1, "Error: [Errno 28] No space left on device"),
+    )
+    processes = [
+        subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True) for command, out, *_ in calls
+    ]
+    os.close(writing)
+    os.close(full)
+    for process, (*_, code, message) in zip(processes, calls, strict=True):
+        _, errors = process.communicate(timeout=120)
+        said = [line for line in errors.splitlines() if line.strip() and "Loading weights" not in line]
+        assert (process.returncode, said) == (code, [message] if message else [])
 
 
 def test_the_interrupt_is_python_s_own_again_when_a_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:

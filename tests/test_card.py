@@ -1,6 +1,8 @@
 """Model cards: measured once, rendered from the record, and never typed."""
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -80,6 +82,68 @@ def test_the_command_measures_and_renders(folder: Path) -> None:
 
     assert CliRunner().invoke(app, ["card", str(folder)]).exit_code == 0  # its own card may be replaced
     assert (folder / "README.md").read_text() == text
+
+
+def copy_of_the_card(tmp_path: Path) -> Path:
+    """The card in the repository, as 0.1.0 wrote it."""
+    source = ROOT / "model_cards" / "lex-books-3m"
+    for name in ("README.md", "record.json"):
+        shutil.copy(source / name, tmp_path / name)
+    return tmp_path / "README.md"
+
+
+def test_a_card_of_a_record_may_be_rendered_again(tmp_path: Path) -> None:
+    readme = copy_of_the_card(tmp_path)
+    text = readme.read_text()
+    # Another version of a library lays out the same front matter in another way.
+    _, data, body = text.split("---\n", 2)
+    readme.write_text(f"---\n{yaml.safe_dump(yaml.safe_load(data), default_flow_style=True)}---\n{body}")
+    assert readme.read_text() != text
+    assert card.write_card(tmp_path).read_text() == text
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_what_was_written_by_hand_is_kept(measured: bool, folder: Path, tmp_path: Path) -> None:
+    readme = copy_of_the_card(tmp_path)
+    edited = readme.read_text().replace("Licence of the weights", "My own words. Licence of the weights")
+    texts = [
+        "--about",
+        str(folder.parent / "about.yaml"),
+        "--test",
+        f"lines={folder.parent / '0.txt'}",
+        "--length",
+        "8",
+    ]
+    record = (tmp_path / "record.json").read_bytes()
+    for content in (edited, "typed by hand", ""):
+        readme.write_text(content)
+        result = CliRunner().invoke(app, ["card", str(tmp_path), *(texts if measured else [])])
+        assert (result.exit_code, "was written or changed by hand" in result.stderr) == (1, True)
+        assert readme.read_text() == content
+        assert (tmp_path / "record.json").read_bytes() == record
+    assert CliRunner().invoke(app, ["card", str(tmp_path), "--overwrite"]).exit_code == 0
+    assert readme.read_text() == card.render(json.loads(record))
+
+
+def test_perplexities_that_are_not_finite_are_said_and_rendered_again(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = shutil.copytree(folder, tmp_path / "model")
+    infinite = {"perplexity": math.inf, "low": 1.0, "high": math.inf, "bits_per_byte": 9.5, "tokens": 3, "texts": 2}
+    monkeypatch.setattr(card, "_evaluate", lambda *_: {"64": {**infinite, "perplexity": 2.0}, "128": infinite})
+    about = card.About(**{**ABOUT, "prompts": []})
+    card.measure(copied, about, {"lines": [str(folder.parent / "0.txt")]}, [64, 128], overwrite=True)
+    text = (copied / "README.md").read_text()
+    assert "| 2.00 (1.0 to not finite) | not finite (1.0 to not finite) | 9.500 |" in text
+    assert "does not fall from 64 to 128" in text
+    assert card.write_card(copied).read_text() == text
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"about": 1}', '{"about":', "null", '"text"'])
+def test_records_that_are_none_give_a_sentence(content: str, tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text(content)
+    with pytest.raises(ValueError, match=r"record.json is (no record|not JSON)"):
+        card.write_card(tmp_path)
 
 
 def test_what_the_card_says_of_a_curve_is_what_the_curve_does() -> None:

@@ -48,6 +48,37 @@ def test_the_demo_trains_evaluates_streams_and_generates(tmp_path: Path, monkeyp
     assert "it did not grow" in printed.getvalue()
 
 
+def test_models_of_other_trainings_are_left_alone(tmp_path: Path) -> None:
+    for name in ("xpos", "rope"):  # as lex-hf train --output runs/xpos leaves them
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text("hours of work")
+    for content in (None, "[1, 2]", '{"accuracy": 1}', "no JSON"):
+        if content is not None:
+            (tmp_path / "results.json").write_text(content)
+        with pytest.raises(ValueError, match="is not an earlier demo's"):
+            demo.run(tmp_path)
+    assert (tmp_path / "rope" / "model.safetensors").read_text() == "hours of work"
+
+
+def test_a_demo_that_was_stopped_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(folder: Path, *_: object) -> None:
+        (folder / "xpos").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "_train_all", stop)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            demo.run(tmp_path / "output")
+
+
+@pytest.mark.parametrize("wrong", [{"steps": 0}, {"steps": 10**20}, {"generate": 0}, {"generate": 10**20}])
+def test_numbers_out_of_range_fail_before_anything_is_removed(wrong: dict[str, int], tmp_path: Path) -> None:
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(ValueError, match="it must be from 1 to 1000000000"):
+        demo.run(tmp_path, **wrong)
+    assert (tmp_path / "results.json").is_file()
+
+
 def test_a_folder_with_other_things_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("precious")
     with pytest.raises(ValueError, match="is not an earlier demo's"):

@@ -1,5 +1,6 @@
 """Pictures show the numbers they were given."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
 from lex_hf import LexConfig, plots
-from lex_hf.receptive_field import receptive_field
-from lex_hf.resolution import expected_attention, measure_resolution
+from lex_hf.receptive_field import ReceptiveField, receptive_field
+from lex_hf.resolution import Resolution, expected_attention, measure_resolution
 
 CURVES = {"one": {8: 3.0, 16: 2.5, 32: 2.25}, "other": {8: 3.5, 16: 4.0}}
 
@@ -55,6 +56,67 @@ def test_intervals_of_perplexity(tmp_path: Path) -> None:
         assert corners == {(float(length), end) for length, ends in intervals["one"].items() for end in ends}
     assert figure.axes[1].get_ylim()[0] < 1.5
     drawn(figure, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("curve", "said"),
+    [
+        ({8: 3.0, 16: math.inf}, " (not finite at 16)"),
+        ({8: math.nan, 16: 2.0}, " (not finite at 8)"),
+        ({1: math.inf, 2: math.nan, 4: -math.inf, 8: math.inf}, " (not finite at 1, 2, 4, …)"),
+        ({8: 1.7e308, 16: 2.0}, " (not finite at 8)"),  # the axis would end beyond float64
+    ],
+)
+def test_perplexities_that_are_not_finite(curve: dict[int, float], said: str, tmp_path: Path) -> None:
+    bands = {"one": {length: (1.0, value) for length, value in curve.items()}}
+    figures = [
+        plots.perplexity_by_length({"one": curve, "other": {8: 3.0, 16: 2.0}}, 8, title="texts", intervals=bands),
+        plots.perplexity_by_length({"one": curve}, 8, title="texts"),
+        plots.perplexity_by_scheme({"full": {"one": curve}, "blockwise": {"one": {8: 2.0}}}, 8, title="texts"),
+    ]
+    for figure in figures:
+        drawn(figure, tmp_path)
+        legends = [*figure.legends, *filter(None, (axes.get_legend() for axes in figure.axes))]
+        assert f"one{said}" in [text.get_text() for legend in legends for text in legend.get_texts()]
+    finite = [value for value in curve.values() if abs(value) < 1e300]
+    assert [value for value in lines(figures[0].axes[0])[f"one{said}"] if not math.isnan(value)] == finite
+
+
+def test_curves_that_are_not_finite(tmp_path: Path) -> None:
+    curve = torch.tensor([1.0, math.inf, 2.0, math.nan])
+    found = Resolution((curve, curve), (curve, curve), [1.0, math.inf], math.inf, "A", 4, 1, None)
+    field = ReceptiveField(curve[None, None].double(), [3], 0.99, None, 2)
+    figures = {
+        "a (not finite at 1, 3)": plots.attention_expectation({"a": curve}, title="t", training_length=2),
+        "a (mean inf) (not finite at 2)": plots.resolution_by_layer({"a": found}, title="t"),
+        "a: ERF 1 tokens (not finite at 2, 4)": plots.receptive_fields({"a": field}, title="t"),
+    }
+    for said, figure in figures.items():
+        drawn(figure, tmp_path)
+        assert said in labels(figure)
+    drawn(plots.bias_by_distance({"a": curve}, title="t", fit=True), tmp_path)
+    drawn(plots.bias_by_distance({"a": torch.full((3,), math.inf)}, title="t", fit=True), tmp_path)
+    drawn(plots.bias_matrices({"a": curve.view(2, 2)}, title="t"), tmp_path)
+    assert plots.logarithmic_fit(torch.tensor([1.0, math.nan, 1.0])) == pytest.approx((0, 1))
+    with pytest.raises(ValueError, match="bias has 1 finite values"):
+        plots.logarithmic_fit(torch.tensor([1.0, math.nan]))
+
+
+def test_names_are_no_formulas(tmp_path: Path) -> None:
+    figure = plots.perplexity_by_length({"$x_{$": CURVES["one"], "_b": CURVES["other"]}, 8, title="$\\frac{$ \udc80")
+    drawn(figure, tmp_path)
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["$x_{$", " _b"]
+    drawn(plots.bias_matrices({"$x_{$": torch.zeros(2, 2)}, title="$x_{$"), tmp_path)
+    drawn(plots.attention_expectation({"$x_{$": torch.zeros(2)}, title="$x_{$"), tmp_path)
+
+
+def test_a_picture_goes_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "link.png").symlink_to("target.png")
+    plots.save(plots.attention_expectation({"a": torch.zeros(2)}, title="t"), tmp_path / "link.png")
+    assert (tmp_path / "link.png").is_symlink()
+    assert (tmp_path / "target.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_attention_expectation(tmp_path: Path) -> None:

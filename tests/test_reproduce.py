@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import signal
 import subprocess
 import sys
@@ -598,6 +599,8 @@ def test_the_command_plans_and_runs(tmp_path: Path, toy: None, texts: dict[str, 
         (["lex-table2", "--preset", "small"], "--preset small needs texts to train on: give --data FILES"),
         (["lex-table2", "--data", __file__], "--data without --test"),
         (["lex-table2", "--seeds", "0,0"], "seeds = 0, 0: they must be different"),
+        (["lex-table2", "--seeds", str(10**20)], "from 0 to 4294967295"),
+        (["lex-table2", "--device", "cuda:3"], "device = 'cuda:3': torch finds"),
         (["lex-table2", "--seeds", "one"], "--seeds one: they must be whole numbers"),
         (["lex-table2", "--length", "33"], "--length 33: it must be even"),
         (["lex-table2", "--also", "rope+mca"], "also = 'rope+mca': after the plus sign comes bca or sliding"),
@@ -618,3 +621,29 @@ def test_texts_too_short_for_the_last_token_give_a_sentence(tmp_path: Path, toy:
     short.write_text("too short")
     with pytest.raises(ValueError, match="No test text has 128 tokens, the longest 9"):
         _run("sandwich-figure6", tmp_path / "output", {**texts, "tests": [str(short)]}, steps=1)
+
+
+def test_a_report_that_cannot_be_written_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(report, "write_text", full)
+    result = _lex("lex-figure2", "--output", tmp_path / "output", "--seeds", "0")
+    assert result.exit_code == 1
+    assert "No space left on device" in result.stderr
+    assert "# Figure 2 of" in result.stdout
+
+
+def test_an_output_that_is_a_file_fails_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "output").write_text("precious")
+    for path in ("output", "output/below"):
+        result = _lex("lex-figure2", "--output", tmp_path / path)
+        assert (result.exit_code, "is a file, not a folder" in result.stderr) == (1, True)
+    (tmp_path / "folder" / "lex-figure2-tiny" / "record.json").mkdir(parents=True)
+    assert "record.json is a folder" in _lex("lex-figure2", "--output", tmp_path / "folder").stderr
+    assert (tmp_path / "output").read_text() == "precious"
+
+
+@pytest.mark.parametrize(("value", "shown"), [(math.nan, "NaN"), (math.inf, "∞"), (800.0, "∞"), (0.0, "1.000")])
+def test_losses_that_are_not_finite_are_shown_as_what_they_are(value: float, shown: str) -> None:
+    assert report._number(report._shown({"perplexity": True}, value)) == shown
