@@ -1,8 +1,13 @@
 """The comparison of schemes, small: what is trained, reused, measured and written."""
 
+import functools
 import io
+import itertools
 import json
+import os
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import tiny_model
@@ -10,7 +15,7 @@ from datasets import Dataset
 from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 
-from lex_hf import extrapolation, tiny
+from lex_hf import LexForCausalLM, extrapolation, tiny
 from lex_hf.perplexity import compute_perplexity
 from lex_hf.tokenization import byte_tokenizer
 
@@ -77,6 +82,23 @@ def test_a_single_step(tmp_path: Path) -> None:
     examples = Dataset.from_dict({"input_ids": [[1] * 128] * 16})
     result = tiny.train_tiny(tiny.tiny_config("rope"), tmp_path, examples, steps=1)
     assert (result.steps, [step for step, _ in result.losses]) == (1, [1])
+
+
+def test_a_training_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = Dataset.from_dict({"input_ids": [[token] * 128 for token in range(32)]})
+    forward, calls = LexForCausalLM.forward, itertools.count(1)
+
+    @functools.wraps(forward)
+    def interrupted(self: LexForCausalLM, *args: Any, **options: Any) -> Any:
+        if next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(LexForCausalLM, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="stopped after 2 of 4 steps"):
+        tiny.train_tiny(tiny.tiny_config("rope"), tmp_path, examples, steps=4)
+    assert tiny.train_tiny(tiny.tiny_config("rope"), tmp_path, examples, steps=4).steps == 4
+    assert next(calls) == 5  # two steps before, and two after
 
 
 def test_a_curve_is_the_chunked_perplexity_at_each_length() -> None:

@@ -13,22 +13,45 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .batch_lex import Counts, Rows, added, as_tensor
 from .configuration_lex import LexConfig
 from .positions_lex import rotate
 
 ROLLBACK = 256  # tokens that can be taken back over borders of blocks while the past is recorded
 
 
-def fill_of(end: int, block: int | None) -> int:
-    """Return the slots in use once a text that ends before slot `end` has kept its last pair of blocks only."""
-    if block is None or end <= 2 * block:
+def fill_of(end: Any, block: int | None) -> Any:
+    """Return the slots in use once a text that ends before slot `end` has kept its last pair of blocks only.
+
+    Args:
+        end: A number, or a tensor of numbers.
+        block: Block length; `None` for full attention.
+    """
+    if block is None:
         return end
-    return block + (end - 1) % block + 1
+    if isinstance(end, torch.Tensor):
+        return torch.where(end <= 2 * block, end, block + (end - 1) % block + 1)
+    return end if end <= 2 * block else block + (end - 1) % block + 1
 
 
 def shifted(keys: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
     """Turn keys of the second block of a pair, `(..., head_dim)`, into keys of the first."""
     return keys if shift is None else rotate(keys, shift)
+
+
+Origin = tuple[tuple[str, Any], ...]
+
+
+def origins(config: LexConfig) -> list[tuple[int | None, Origin]]:
+    """Return for each layer its block length, and the fields that decide how its keys are stored."""
+    kind = config.position_embedding_type
+    fields = {
+        "rope": ("rope_theta",),
+        "xpos": ("rope_theta", "xpos_gamma", "xpos_scale_base", "xpos_rotation", "xpos_scale"),
+    }
+    shared = (("position_embedding_type", kind), *((name, getattr(config, name)) for name in fields.get(kind, ())))
+    spans = [(pattern, config.attention_span(pattern)) for pattern in config.layer_patterns]
+    return [(span, (("attention_pattern", pattern), ("block length", span), *shared)) for pattern, span in spans]
 
 
 class Writer(Protocol):
@@ -52,10 +75,14 @@ class LexCacheLayer(CacheLayerMixin):
 
     Attributes:
         block: Length of a block in tokens; `None` for full attention.
+        origin: What the layer was made for, see [`origins`].
         keys: Shape `(batch, num_heads, slots, head_dim)`.
         values: As `keys`.
-        fills: Number of slots in use in each row; the next token goes to the next one.
-        lengths: Number of real tokens each row has read, padding not counted.
+        fills: Number of slots in use in each row; the next token goes to the next one. A tensor while a compiled
+            forward pass runs, as are the two below.
+        lengths: Number of tokens each row has read, padding not counted.
+        padding: Checksum of the columns that each row has read as padding.
+        columns: Number of columns of input read so far, padding included.
         record_past: Whether to remember what moves of blocks change, for [`LexCacheLayer.crop`].
         past: If so, keys and values of the pair of blocks at the last crop and of all tokens since, as
             [`LexCacheLayer.keep`] takes them.
@@ -65,11 +92,13 @@ class LexCacheLayer(CacheLayerMixin):
     is_compileable = False
     takes_chunks = True
 
-    def __init__(self, block: int | None) -> None:
+    def __init__(self, block: int | None, origin: Origin = ()) -> None:
         super().__init__()
         self.block = block
-        self.fills: list[int] = []
-        self.lengths: list[int] = []
+        self.origin = origin
+        self.fills: Any = []  # Counts
+        self.lengths: Any = []
+        self.padding: Any = []
         self.columns = 0
         self.record_past = False
         self.past: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -80,6 +109,13 @@ class LexCacheLayer(CacheLayerMixin):
         """Whether memory is bounded."""
         return self.block is not None
 
+    def settle(self) -> None:
+        """Turn counts that a compiled forward pass left as tensors into numbers."""
+        if isinstance(self.fills, torch.Tensor):
+            self.fills, self.lengths, self.padding = (
+                as_tensor(counts, self.device).tolist() for counts in (self.fills, self.lengths, self.padding)
+            )
+
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the storage for states of shape `(batch, num_heads, sequence, head_dim)`."""
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -88,7 +124,8 @@ class LexCacheLayer(CacheLayerMixin):
         with torch.inference_mode(False):  # so that a text begun in inference mode may be continued outside of it
             self.keys = torch.zeros((batch, heads, slots, width), dtype=self.dtype, device=self.device)
             self.values = torch.zeros_like(self.keys)
-        self.batch_size, self.fills, self.lengths = batch, [0] * batch, [0] * batch
+        self.batch_size = batch
+        self.fills, self.lengths, self.padding = [0] * batch, [0] * batch, [0] * batch
         self.is_initialized = True
 
     def update(
@@ -110,6 +147,7 @@ class LexCacheLayer(CacheLayerMixin):
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        check_states(self, key_states)
         plan: Writer = args[0]
         return plan.write(self, key_states, value_states)
 
@@ -127,17 +165,27 @@ class LexCacheLayer(CacheLayerMixin):
         Args:
             shift: Factors that move a key back by one block, or `None` if the scheme does not turn keys.
         """
-        rows = [row for row, fill in enumerate(self.fills) if self.block and fill == 2 * self.block]
-        if not rows or self.block is None:
+        block = self.block
+        if block is None:
+            return
+        if isinstance(self.fills, torch.Tensor):
+            full = self.fills == 2 * block
+            for storage, turn in ((self.keys, shift), (self.values, None)):
+                first, second = storage[:, :, :block], storage[:, :, block:]
+                first.copy_(torch.where(full[:, None, None, None], shifted(second, turn), first))
+            self.fills = torch.where(full, block, self.fills)
+            return
+        rows = [row for row, fill in enumerate(self.fills) if fill == 2 * block]
+        if not rows:
             return
         # A plain slice where possible: an index would copy the storage of all rows.
         which = slice(None) if len(rows) == len(self.fills) else torch.tensor(rows, device=self.keys.device)
-        self.keys[which, :, : self.block] = shifted(self.keys[which, :, self.block :], shift)
-        self.values[which, :, : self.block] = self.values[which, :, self.block :]
+        self.keys[which, :, :block] = shifted(self.keys[which, :, block:], shift)
+        self.values[which, :, :block] = self.values[which, :, block:]
         for row in rows:
-            self.fills[row] = self.block
+            self.fills[row] = block
 
-    def keep(self, keys: torch.Tensor, values: torch.Tensor, ends: list[int], shift: torch.Tensor | None) -> None:
+    def keep(self, keys: torch.Tensor, values: torch.Tensor, ends: Counts, shift: torch.Tensor | None) -> None:
         """Store the last pair of blocks of each row.
 
         Args:
@@ -147,39 +195,42 @@ class LexCacheLayer(CacheLayerMixin):
             shift: As for [`LexCacheLayer.make_room`].
         """
         block = self.block or 0
-        starts = [0 if end <= 2 * block or not block else ((end - 1) // block - 1) * block for end in ends]
-        for storage, states, turn in ((self.keys, keys, shift), (self.values, values, None)):
-            if len(set(starts)) > 1:
+        if block and (isinstance(ends, torch.Tensor) or len({_start(end, block) for end in ends}) > 1):
+            starts = _start(as_tensor(ends, keys.device), block)
+            for storage, states, turn in ((self.keys, keys, shift), (self.values, values, None)):
                 storage.copy_(self._pairs(states, starts, turn))
-                continue
-            pair = states[:, :, starts[0] : starts[0] + storage.shape[2]]
+            return
+        start = _start(ends[0], block) if block else 0
+        for storage, states, turn in ((self.keys, keys, shift), (self.values, values, None)):
+            pair = states[:, :, start : start + storage.shape[2]]
             storage[:, :, : pair.shape[2]] = pair
-            if starts[0] and turn is not None:
+            if start and turn is not None:
                 storage[:, :, :block] = shifted(pair[:, :, :block], turn)
 
-    def _pairs(self, states: torch.Tensor, starts: list[int], shift: torch.Tensor | None) -> torch.Tensor:
-        """Take the pair of blocks that begins at slot `starts[b]` of each row."""
+    def _pairs(self, states: torch.Tensor, starts: torch.Tensor, shift: torch.Tensor | None) -> torch.Tensor:
+        """Return the pair of blocks that begins at slot `starts[b]` of each row."""
         slots = torch.arange(self.keys.shape[2], device=states.device)
-        index = torch.tensor(starts, device=states.device)[:, None] + slots
-        pairs = states.take_along_dim(index.clamp(max=states.shape[2] - 1)[:, None, :, None], dim=2)
-        moved = [row for row, start in enumerate(starts) if start]
-        pairs[moved, :, : self.block] = shifted(pairs[moved, :, : self.block], shift)
-        return pairs
+        index = (starts[:, None] + slots).clamp(max=states.shape[2] - 1)
+        pairs = states.take_along_dim(index[:, None, :, None], dim=2)
+        if shift is None:
+            return pairs
+        first = pairs[:, :, : self.block]
+        first = torch.where(starts[:, None, None, None] > 0, shifted(first, shift), first)
+        return torch.cat((first, pairs[:, :, self.block :]), dim=2)
 
-    def remember(
-        self, keys: torch.Tensor, values: torch.Tensor, counts: list[int], shift: torch.Tensor | None
-    ) -> None:
+    def remember(self, keys: torch.Tensor, values: torch.Tensor, counts: Counts, shift: torch.Tensor | None) -> None:
         """Note new tokens of all rows, which continue at one slot, before they are written.
 
         Rows that then end at different slots have no common past: nothing is kept of them.
 
         Of a long text only the end is kept: enough to take back `ROLLBACK` tokens.
         """
-        if not self.record_past or min(counts) < keys.shape[2]:
+        if not self.record_past or isinstance(counts, torch.Tensor) or len(set(counts)) > 1:
             self.past = None
             return
         known = self.past or (self.keys[:, :, : self.fills[0]], self.values[:, :, : self.fills[0]])
-        keys, values = (torch.cat(pair, dim=2) for pair in zip(known, (keys.detach(), values.detach()), strict=True))
+        new = (keys.detach()[:, :, : counts[0]], values.detach()[:, :, : counts[0]])
+        keys, values = (torch.cat(pair, dim=2) for pair in zip(known, new, strict=True))
         block, self.shift = self.block or 0, shift
         surplus = (keys.shape[2] - ROLLBACK - 2 * block) // block * block if block else 0
         if surplus > 0:
@@ -187,11 +238,14 @@ class LexCacheLayer(CacheLayerMixin):
             keys[:, :, :block] = shifted(keys[:, :, :block], shift)
         self.past = keys, values
 
-    def advance(self, counts: list[int], columns: int) -> None:
-        """Record that row b has read `counts[b]` more tokens, in `columns` columns of input."""
-        ends = (fill + count for fill, count in zip(self.fills, counts, strict=True))
-        self.fills = [fill_of(end, self.block) for end in ends]
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
+    def advance(self, rows: Rows, columns: int) -> None:
+        """Record that the tokens of `rows` were read, in `columns` columns of input."""
+        ends = added(self.fills, rows.counts)
+        self.fills = (
+            [fill_of(end, self.block) for end in ends] if isinstance(ends, list) else fill_of(ends, self.block)
+        )
+        self.lengths = added(self.lengths, rows.counts)
+        self.padding = added(self.padding, rows.padding)
         self.columns += columns
 
     def nbytes(self) -> int:
@@ -201,6 +255,7 @@ class LexCacheLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys the next `query_length` tokens meet, and how many are gone."""
+        self.settle()
         kept = max(self.fills, default=0)
         return kept + query_length, self.columns - kept
 
@@ -214,7 +269,7 @@ class LexCacheLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         """Forget everything that was read; the storage is kept."""
-        self.fills, self.lengths = [0] * len(self.fills), [0] * len(self.lengths)
+        self.fills, self.lengths, self.padding = ([0] * len(self.fills) for _ in range(3))
         self.columns, self.past = 0, None
 
     def activate_past_recording(self) -> None:
@@ -231,6 +286,7 @@ class LexCacheLayer(CacheLayerMixin):
         Raises:
             ValueError: If `tokens_to_remove` is positive, or the tokens reach back past the blocks that are kept.
         """
+        self.settle()
         removed = abs(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
@@ -270,26 +326,48 @@ class LexCacheLayer(CacheLayerMixin):
         """Keep the rows `indices`, in that order."""
         if not self.is_initialized:
             return
-        self._map(lambda states: states[indices.to(states.device)])
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
-        self.fills = [self.fills[row] for row in indices.tolist()]
-        self.lengths = [self.lengths[row] for row in indices.tolist()]
+        self._map(lambda states: states[indices.to(states.device)], indices.tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times."""
         if not self.is_initialized:
             return
-        self._map(lambda states: states.repeat_interleave(repeats, dim=0))
-        self.fills = [fill for fill in self.fills for _ in range(repeats)]
-        self.lengths = [length for length in self.lengths for _ in range(repeats)]
+        rows = [row for row in range(len(self.fills)) for _ in range(repeats)]
+        self._map(lambda states: states.repeat_interleave(repeats, dim=0), rows)
 
-    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Apply a function of rows to all states."""
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor], rows: list[int]) -> None:
+        """Apply a function of rows to all states; afterwards row b is what row `rows[b]` was."""
+        self.settle()
+        self.fills, self.lengths, self.padding = (
+            [counts[row] for row in rows] for counts in (self.fills, self.lengths, self.padding)
+        )
         self.keys, self.values = function(self.keys), function(self.values)
         self.batch_size = self.keys.shape[0]
         if self.past is not None:
             self.past = function(self.past[0]), function(self.past[1])
+
+
+def check_states(layer: CacheLayerMixin, key: torch.Tensor) -> None:
+    """Check that new keys are like those that a layer holds; another model or another autocast gives others.
+
+    Raises:
+        ValueError: If the number of heads, their width or the dtype differs.
+    """
+    held, new = (layer.keys.shape[1], layer.keys.shape[3], layer.dtype), (key.shape[1], key.shape[3], key.dtype)
+    if held != new:
+        raise ValueError(
+            f"past_key_values holds {held[0]} heads of {held[1]} in {held[2]}, and this model has {new[0]} of "
+            f"{new[1]} in {new[2]}: the cache was filled by another model, or in another dtype. Read the text again "
+            "with past_key_values=None."
+        )
+
+
+def _start(end: Any, block: int) -> Any:
+    """Return the first slot of the last pair of blocks of a text that ends before slot `end`, a number or a tensor."""
+    start = ((end - 1) // block - 1) * block
+    return start.clamp(min=0) if isinstance(end, torch.Tensor) else max(start, 0)
 
 
 class LexCache(Cache):
@@ -311,7 +389,7 @@ class LexCache(Cache):
     """
 
     def __init__(self, config: LexConfig, offloading: bool = False) -> None:
-        layers = [LexCacheLayer(config.attention_span(name)) for name in config.layer_patterns]
+        layers = [LexCacheLayer(span, origin) for span, origin in origins(config)]
         super().__init__(layers=layers, offloading=offloading)
 
     def nbytes(self) -> int:

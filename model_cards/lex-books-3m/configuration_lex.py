@@ -8,6 +8,7 @@ Vocabulary used throughout the package, with the symbols of the paper (arXiv 221
 * *pair of blocks*: a block and the one before it, ``2h`` *slots*. Every query and key that ever meet share a pair.
 """
 
+import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -18,6 +19,11 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 ATTENTION_PATTERNS = ("blockwise", "sliding", "full")
+
+MAX_SIZE = 2**31 - 1  # of a single dimension
+MAX_LAYERS = 2**16
+MAX_PARAMETERS = 10**14  # in float32 400 TB
+GPT2_END_OF_TEXT = 50256
 
 
 @strict
@@ -104,8 +110,8 @@ class LexConfig(PreTrainedConfig):
     tie_word_embeddings: bool = True
     use_cache: bool = True
     chunked_loss: bool = False
-    bos_token_id: int | None = 50256
-    eos_token_id: int | list[int] | None = 50256
+    bos_token_id: int | None = GPT2_END_OF_TEXT
+    eos_token_id: int | list[int] | None = GPT2_END_OF_TEXT
     pad_token_id: int | None = None
 
     training_length: int = 1024
@@ -137,11 +143,14 @@ class LexConfig(PreTrainedConfig):
         if unknown:
             logger.warning("LexConfig does not know %s: kept in the config, without effect.", ", ".join(unknown))
         super().__post_init__(**kwargs)
+        if kwargs.get("output_attentions"):
+            self.output_attentions = True  # the setter chooses eager attention, which returns them
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
-        """Build the config; fields overridden by `kwargs` are validated like all others."""
-        result = super().from_dict(config_dict, **kwargs)
+        """Build the config; fields overridden by `kwargs` are validated like all others, in place of those stored."""
+        given = {name: kwargs.pop(name) for name in list(kwargs) if name in cls.__annotations__}
+        result = super().from_dict({**config_dict, **given}, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
         config.validate()
         return result
@@ -171,6 +180,13 @@ class LexConfig(PreTrainedConfig):
             return self.sliding_window or self.training_length
         return None
 
+    def num_parameters(self) -> int:
+        """Number of parameters of a [`LexForCausalLM`] of these sizes, but for those of the position scheme."""
+        width, inner = self.hidden_size, self.intermediate_size
+        layer = 4 * width * (width + 1) + 2 * width * inner + width + inner + 4 * width
+        embeddings = self.vocab_size * width * (1 if self.tie_word_embeddings else 2)
+        return self.num_hidden_layers * layer + embeddings + 2 * width
+
     def validate_architecture(self) -> None:
         """Check sizes and names; part of the validation that `@strict` runs."""
         for name in (
@@ -180,7 +196,15 @@ class LexConfig(PreTrainedConfig):
             "num_attention_heads",
             "intermediate_size",
         ):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "must be at least 1")
+            _require_size(self, name, MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE)
+        count = self.num_parameters()
+        if count > MAX_PARAMETERS:
+            raise ValueError(
+                f"hidden_size = {self.hidden_size}, num_hidden_layers = {self.num_hidden_layers}, vocab_size = "
+                f"{self.vocab_size} give {count:,} parameters; there must be at most {MAX_PARAMETERS:,}."
+            )
+        require_finite(self, "layer_norm_eps", above=0)
+        require_finite(self, "initializer_range", least=0)
         require(self.hidden_act in ACT2FN, "hidden_act", self.hidden_act, f"must be one of {sorted(ACT2FN)}")
         for name in ("hidden_dropout", "attention_dropout"):
             require(0 <= getattr(self, name) < 1, name, getattr(self, name), "must lie in [0, 1)")
@@ -195,6 +219,8 @@ class LexConfig(PreTrainedConfig):
         """Check the attention pattern and the lengths it rests on."""
         length = self.training_length
         require(length >= 2 and length % 2 == 0, "training_length", length, "must be even and at least 2")
+        for name in ("training_length", "max_position_embeddings"):
+            _require_size(self, name)
         patterns = [self.attention_pattern] if isinstance(self.attention_pattern, str) else self.attention_pattern
         for pattern in patterns:
             require(
@@ -211,8 +237,8 @@ class LexConfig(PreTrainedConfig):
                 f"must name one pattern for each of the {self.num_hidden_layers} layers",
             )
         for name in ("block_length", "sliding_window"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, name, value, "must be at least 1, or None for the default")
+            if getattr(self, name) is not None:
+                _require_size(self, name, hint=", or None for the default")
 
     def validate_positions(self) -> None:
         """Check the position scheme and its parameters."""
@@ -220,7 +246,22 @@ class LexConfig(PreTrainedConfig):
 
         name, known = self.position_embedding_type, tuple(SCHEMES)
         require(name in known, "position_embedding_type", name, f"must be one of {known}")
-        SCHEMES[name].validate(self)
+        for scheme in SCHEMES.values():  # an impossible value is a mistake, also where it is not in use
+            scheme.validate_fields(self)
+        SCHEMES[name].validate_sizes(self)
+
+    def validate_special_tokens(self) -> None:
+        """Check that special tokens are in the vocabulary."""
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            for token in value if isinstance(value, list) else [value]:
+                # GPT-2's is the default, which nobody chose; transformers warns of it where it does not fit.
+                require(
+                    token in (None, GPT2_END_OF_TEXT) or 0 <= token < self.vocab_size,
+                    name,
+                    value,
+                    f"must be None or in the vocabulary, 0 to {self.vocab_size - 1}",
+                )
 
 
 # Keys that transformers keeps in config.json beside the declared fields.
@@ -244,3 +285,17 @@ def require(holds: bool, field: str, value: object, rule: str) -> None:
     """Raise a ValueError that names a field, its value and the rule it breaks, unless the rule holds."""
     if not holds:
         raise ValueError(f"{field} = {value!r}: it {rule}.")
+
+
+def require_finite(config: Any, field: str, *, above: float | None = None, least: float = -math.inf) -> None:
+    """Raise a ValueError unless a field is a finite number greater than `above`, or at least `least`."""
+    value = getattr(config, field)
+    rule = f"greater than {above}" if above is not None else f"at least {least}" if least > -math.inf else "finite"
+    holds = math.isfinite(value) and (value > above if above is not None else value >= least)
+    require(holds, field, value, f"must be {rule}" if rule == "finite" else f"must be finite and {rule}")
+
+
+def _require_size(config: Any, field: str, most: int = MAX_SIZE, hint: str = "") -> None:
+    value = getattr(config, field)
+    require(value >= 1, field, value, f"must be at least 1{hint}")
+    require(value <= most, field, value, f"must be at most {most}{hint}")

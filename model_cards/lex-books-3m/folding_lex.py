@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .batch_lex import Counts, Rows, added, as_tensor
 from .cache_lex import LexCacheLayer, Writer, fill_of, shifted
 from .masking_lex import attention_mask, visible
 from .positions_lex import Movable, PositionScheme, Rotation, rotate
@@ -30,110 +31,6 @@ AttentionFunction = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, bool],
     tuple[torch.Tensor, torch.Tensor | None],
 ]
-
-
-@dataclass(frozen=True)
-class Rows(Movable):
-    """Where the real tokens of a batch are, and which document they belong to.
-
-    Attributes:
-        counts: Number of real tokens in each row.
-        order: Column of the i-th real token of each row, then those of the padding, shape `(batch, sequence)`;
-            `None` if every row already begins with its real tokens.
-        inverse: The inverse of `order`.
-        document: Number of the document each token belongs to, shape `(batch, sequence)`; `None` if no row holds more
-            than one.
-        position: Position of each token in its document, same shape; `None` as above.
-        real: Which columns hold tokens, shape `(batch, sequence)`; `None` if all do.
-    """
-
-    counts: list[int]
-    order: torch.Tensor | None = None
-    inverse: torch.Tensor | None = None
-    document: torch.Tensor | None = None
-    position: torch.Tensor | None = None
-    real: torch.Tensor | None = None
-
-    @classmethod
-    def of(
-        cls,
-        batch: int,
-        length: int,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-    ) -> "Rows":
-        """Read the layout of a batch from what transformers passes to a model.
-
-        Args:
-            batch: Number of rows.
-            length: Number of columns.
-            attention_mask: 1 for real tokens, 0 for padding, shape `(batch, at least length)`; the last `length`
-                columns are these tokens. `None` means that all are real.
-            position_ids: Shape `(batch or 1, length)`, or `None`. Where they do not go up by one, another document
-                begins, unless there is padding, whose positions mean nothing.
-        """
-        if attention_mask is not None:
-            real = attention_mask[:, -length:] != 0
-            # A compiler must not look at values: it always sorts, and knows no counts (they serve the cache only).
-            if torch.compiler.is_compiling():
-                order, inverse = _real_first(real) if length > 1 else (None, None)
-                return cls([length] * batch, order, inverse, real=real)
-            if not real.all():
-                counts = real.sum(dim=1).tolist()
-                order, inverse = (None, None) if (real[:, 1:] <= real[:, :-1]).all() else _real_first(real)
-                return cls(counts, order, inverse, real=real)
-        if position_ids is not None and length > 1:
-            starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-            if torch.compiler.is_compiling() or starts.any():
-                return cls([length] * batch, None, None, *_documents(starts.expand(batch, -1)))
-        return cls([length] * batch)
-
-    def positions(self, before: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the position of each token in its own text, shape `(batch, length)`; padding repeats another's.
-
-        Args:
-            before: Number of tokens that each row has read before, shape `(batch,)`.
-            length: Number of columns.
-        """
-        if self.position is not None:
-            return self.position
-        rank = torch.arange(length, device=before.device) if self.inverse is None else self.inverse
-        last = torch.tensor([max(count - 1, 0) for count in self.counts], device=before.device)[:, None]
-        return before[:, None] + torch.minimum(rank, last)
-
-    def align(self, states: torch.Tensor) -> torch.Tensor:
-        """Bring the real tokens of each row to its front, `(batch, heads, sequence, head_dim)`."""
-        return states if self.order is None else states.gather(2, self.order[:, None, :, None].expand_as(states))
-
-    def restore(self, states: torch.Tensor) -> torch.Tensor:
-        """Undo [`Rows.align`]."""
-        return states if self.inverse is None else states.gather(2, self.inverse[:, None, :, None].expand_as(states))
-
-    def restore_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """Bring weights, `(batch, heads, sequence, slots)`, into the order of the columns; the last slots are new."""
-        if self.inverse is None:
-            return weights
-        return self.restore_slots(self.restore(weights).transpose(2, 3)).transpose(2, 3)
-
-    def restore_slots(self, states: torch.Tensor) -> torch.Tensor:
-        """Bring states of slots, `(batch, heads, slots, any)`, into the order of the columns; the last are new."""
-        if self.inverse is None:
-            return states
-        new = self.inverse.shape[1]
-        return torch.cat((states[:, :, :-new], self.restore(states[:, :, -new:])), dim=2)
-
-
-def _real_first(real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The order of columns that puts real tokens first, and its inverse."""
-    order = torch.argsort(~real, dim=1, stable=True)
-    return order, order.argsort(dim=1)
-
-
-def _documents(starts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Number the documents of packed rows and the positions in them; `starts` tells of columns 1, 2, …."""
-    starts = torch.nn.functional.pad(starts, (1, 0))
-    column = torch.arange(starts.shape[1], device=starts.device).expand_as(starts)
-    return starts.cumsum(dim=1), column - torch.where(starts, column, 0).cummax(dim=1).values
 
 
 class AttentionPlan(Writer, Protocol):
@@ -150,6 +47,14 @@ class AttentionPlan(Writer, Protocol):
     @property
     def rotation(self) -> Rotation | None:
         """Factors that turn queries and keys."""
+        ...
+
+    def key_order(self, width: int) -> torch.Tensor | None:
+        """Return the slot of each key in the order that users see ([`Rows.key_order`]); `None` if it is that of slots.
+
+        Args:
+            width: Number of slots.
+        """
         ...
 
     def turn(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -226,7 +131,9 @@ class Fold:
         """Return the slot of the token after `fill` slots in use: a full pair makes room for the next block first."""
         return self.block if self.block is not None and fill == 2 * self.block else fill
 
-    def plan(self, rows: Rows, fills: list[int], length: int, like: torch.Tensor) -> AttentionPlan:
+    def plan(
+        self, rows: Rows, fills: Counts, length: int, like: torch.Tensor, most: int | None = None
+    ) -> AttentionPlan:
         """Plan a forward pass.
 
         Args:
@@ -234,22 +141,32 @@ class Fold:
             fills: Slots of the cache that each row has in use; empty without a cache.
             length: Number of columns of new tokens.
             like: A tensor whose device and dtype are those of the states.
+            most: An upper bound of `fills`, for full attention if they are a tensor.
         """
-        fills = [self.next_slot(fill) for fill in fills] or [0]
-        if min(fills) == max(fills):
-            return UniformPlan.make(self, rows, fills[0], length, like)
+        if isinstance(fills, torch.Tensor):
+            if self.block is not None:
+                fills, most = torch.where(fills == 2 * self.block, self.block, fills), 2 * self.block - 1
+            assert most is not None
+        else:
+            fills = [self.next_slot(fill) for fill in fills] or [0]
+            most = max(fills)
+            if min(fills) == most:
+                return UniformPlan.make(self, rows, most, length, like)
+            fills = as_tensor(fills, like.device)
         if length == 1:
-            return RaggedStep.make(self, rows, fills, like)
-        return RaggedPlan.make(self, rows, fills, length, like)
+            return RaggedStep.make(self, rows, fills, most, like)
+        return RaggedPlan.make(self, rows, fills, most, length, like)
 
-    def chunked_plan(self, rows: Rows, fills: list[int], length: int, like: torch.Tensor) -> "ChunkedPlan | None":
+    def chunked_plan(self, rows: Rows, fills: Counts, length: int, like: torch.Tensor) -> "ChunkedPlan | None":
         """Plan to read a long text chunk by chunk; arguments as for [`Fold.plan`].
 
         Returns:
             `None` where that is no gain: for a text no longer than a chunk, rows that differ or are packed, and full
             attention.
         """
-        if self.block is None or rows.real is not None or rows.document is not None or len(set(fills)) > 1:
+        if self.block is None or rows.real is not None or rows.document is not None:
+            return None
+        if isinstance(fills, torch.Tensor) or len(set(fills)) > 1:
             return None
         # Whole blocks, so that all chunks but the first begin at one slot and share a plan.
         chunk = max(CHUNK // len(rows.counts) // self.block, 1) * self.block
@@ -298,6 +215,13 @@ class UniformPlan(Movable):
         rotation = fold.scheme.rotation(slots, max(fill + head, 2 * (block or 0)), block, like)
         return cls(block, rows, fill, head, blocks, tail, first_key, masks, causal, rotation)
 
+    def key_order(self, width: int) -> torch.Tensor | None:
+        """Return the slot of each key in the order that users see."""
+        if self.rows.inverse is None:
+            return None
+        fills = self.rows.inverse.new_full((self.rows.inverse.shape[0],), self.fill)
+        return self.rows.key_order(fills, width, self.rows.inverse.shape[1])
+
     def turn(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn queries and keys for their slots."""
         return _turn(query, key, self.rotation)
@@ -311,13 +235,13 @@ class UniformPlan(Movable):
         outgrown = key.shape[2] > self.head
         if outgrown or (torch.is_grad_enabled() and key.requires_grad):
             keys, values = _behind(layer.keys, key, self.fill), _behind(layer.values, value, self.fill)
-            ends = [self.fill + count for count in self.rows.counts]
+            ends = added([self.fill] * key.shape[0], self.rows.counts)
             layer.keep(keys.detach(), values.detach(), ends, shift)
         else:
             layer.keys.narrow(2, self.fill, self.head).copy_(key)
             layer.values.narrow(2, self.fill, self.head).copy_(value)
             keys, values = layer.keys.narrow(2, 0, end), layer.values.narrow(2, 0, end)
-        layer.advance(self.rows.counts, key.shape[2])
+        layer.advance(self.rows, key.shape[2])
         return keys, values
 
     def attend(
@@ -503,14 +427,17 @@ class RaggedStep(Movable):
     rotation: Rotation | None
 
     @classmethod
-    def make(cls, fold: Fold, rows: Rows, fills: list[int], like: torch.Tensor) -> "RaggedStep":
-        """Plan one token for each row, the one of row b at slot `fills[b]`."""
-        end = max(fills) + 1
-        slots = torch.tensor(fills, device=like.device)
+    def make(cls, fold: Fold, rows: Rows, slots: torch.Tensor, most: int, like: torch.Tensor) -> "RaggedStep":
+        """Plan one token for each row, the one of row b at `slots[b]`, which is at most `most`."""
+        end = most + 1
         query, key = slots[:, None], torch.arange(end, device=like.device)
         mask = fold.mask(visible(fold.pattern, fold.block, query, key), fold.bias(query, key, end, like), like)
         rotation = fold.scheme.rotation(query, end, fold.block, like)
         return cls(rows, slots, end, mask, rotation)
+
+    def key_order(self, width: int) -> torch.Tensor | None:
+        """Return the slot of each key in the order that users see."""
+        return self.rows.key_order(self.slots, width, 1)
 
     def turn(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn queries and keys for their slots."""
@@ -525,7 +452,7 @@ class RaggedStep(Movable):
         with torch.no_grad():
             layer.keys[row, :, self.slots] = key[:, :, 0]
             layer.values[row, :, self.slots] = value[:, :, 0]
-        layer.advance(self.rows.counts, 1)
+        layer.advance(self.rows, 1)
         keys, values = layer.keys[:, :, : self.end], layer.values[:, :, : self.end]
         if torch.is_grad_enabled() and key.requires_grad:
             index = self.slots[:, None, None, None].expand_as(key)
@@ -553,55 +480,70 @@ class RaggedPlan(Movable):
     their new tokens do not, and the text can be folded as one that begins at slot 0. Up to 2h queries of each row are
     computed for nothing; a batch that is prefilled in one pass never comes here.
 
+    Full attention has no blocks to fold: there, the new queries alone meet the slots of the whole text.
+
     Attributes:
         block: Block length; `None` for full attention.
         rows: Layout of the batch.
-        fills: Slots that each row has in use.
+        fills: Slots that each row has in use, shape `(batch,)`.
+        most: An upper bound of `fills`.
         slots: Slot of each new token, shape `(batch, sequence)`.
-        text: The plan for the slots as one text.
+        text: The plan for the slots as one text; `None` for full attention.
+        mask: For full attention, the mask over the slots of the text.
         rotation: Factors that turn the new queries and keys.
     """
 
     block: int | None
     rows: Rows
-    fills: list[int]
+    fills: torch.Tensor
+    most: int
     slots: torch.Tensor
-    text: UniformPlan
+    text: UniformPlan | None
+    mask: torch.Tensor | None
     rotation: Rotation | None
 
     @classmethod
-    def make(cls, fold: Fold, rows: Rows, fills: list[int], length: int, like: torch.Tensor) -> "RaggedPlan":
-        """Plan `length` columns of new tokens, those of row b from slot `fills[b]` on."""
-        starts = torch.tensor(fills, device=like.device)
-        slots = starts[:, None] + torch.arange(length, device=like.device)
-        end = max(fills) + length
-        text = UniformPlan.make(fold, Rows([end] * len(fills)), 0, end, like)
+    def make(
+        cls, fold: Fold, rows: Rows, fills: torch.Tensor, most: int, length: int, like: torch.Tensor
+    ) -> "RaggedPlan":
+        """Plan `length` columns of new tokens, those of row b from slot `fills[b]` on, which is at most `most`."""
+        slots = fills[:, None] + torch.arange(length, device=like.device)
+        end = most + length
         bound = end if fold.block is None else 2 * fold.block
         rotation = fold.scheme.rotation(_in_pair(slots, fold.block), bound, fold.block, like)
-        return cls(fold.block, rows, fills, slots, text, rotation)
+        if fold.block is None:
+            key = torch.arange(end, device=like.device)
+            mask = fold.mask(visible(fold.pattern, None, slots, key), fold.bias(slots, key, end, like), like)
+            return cls(None, rows, fills, most, slots, None, mask, rotation)
+        text = UniformPlan.make(fold, Rows([end] * like.shape[0]), 0, end, like)
+        return cls(fold.block, rows, fills, most, slots, text, None, rotation)
+
+    def key_order(self, width: int) -> torch.Tensor | None:
+        """Return the slot of each key in the order that users see."""
+        return self.rows.key_order(self.fills, width, self.slots.shape[1])
 
     def turn(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn queries and keys for their slots."""
         return _turn(query, key, self.rotation)
 
     def write(self, layer: LexCacheLayer, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Put new keys and values behind those of each row; return the slots of the whole text."""
+        """Append new keys and values to those of each row; return the slots of the whole text."""
         shift = _shift(self.rotation)
         layer.make_room(shift)
-        layer.reserve(max(self.fills) + key.shape[2] if self.block is None else 0)
+        layer.reserve(self.most + key.shape[2] if self.block is None else 0)
         layer.past = None  # rows at different slots have no common one
         keys, values = self._spread(key, layer.keys), self._spread(value, layer.values)
-        ends = [fill + count for fill, count in zip(self.fills, self.rows.counts, strict=True)]
-        layer.keep(keys.detach(), values.detach(), ends, shift)
-        layer.advance(self.rows.counts, key.shape[2])
+        layer.keep(keys.detach(), values.detach(), added(self.fills, self.rows.counts), shift)
+        layer.advance(self.rows, key.shape[2])
         return keys, values
 
     def _spread(self, states: torch.Tensor, stored: torch.Tensor | None = None) -> torch.Tensor:
-        """Put states at their slots, behind what is stored, in a new tensor."""
-        batch, heads, _, width = states.shape
-        text = states.new_zeros((batch, heads, max(self.fills) + states.shape[2], width))
-        if stored is not None:
-            text[:, :, : max(self.fills)] = stored[:, :, : max(self.fills)]
+        """Put states at their slots, after what is stored, in a new tensor."""
+        batch, heads, length, width = states.shape
+        if stored is None:
+            text = states.new_zeros((batch, heads, self.most + length, width))
+        else:
+            text = torch.nn.functional.pad(stored[:, :, : self.most], (0, 0, 0, length))
         return text.scatter(2, self.slots[:, None, :, None].expand_as(states), states)
 
     def attend(
@@ -613,6 +555,9 @@ class RaggedPlan(Movable):
         dense: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend in the whole text; return what belongs to the new tokens."""
+        if self.text is None:
+            output, weights = function(query, key, value, self.mask, False)
+            return output, weights if dense else None
         output, weights = self.text.attend(function, self._spread(query), key, value, dense)
         index = self.slots[:, None, :, None]
         return output.take_along_dim(index, dim=2), None if weights is None else weights.take_along_dim(index, dim=2)

@@ -1,5 +1,6 @@
 """The LEX Transformer: GPT-medium's pre-LayerNorm decoder with xPos and blockwise causal attention."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Unpack
@@ -9,6 +10,7 @@ from torch import nn
 from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
+from transformers.integrations import is_deepspeed_zero3_enabled
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -21,9 +23,20 @@ from transformers.utils import TransformersKwargs, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
+from .batch_lex import (
+    NO_TOKEN,
+    PACKED,
+    Rows,
+    as_tensor,
+    check_mask,
+    check_past,
+    check_positions,
+    check_unpacked,
+    require,
+)
 from .cache_lex import LexCache
 from .configuration_lex import LexConfig
-from .folding_lex import CHUNK, AttentionPlan, ChunkedPlan, Fold, Rows, UniformPlan
+from .folding_lex import CHUNK, AttentionPlan, ChunkedPlan, Fold, UniformPlan
 from .linear_lex import LexLinear
 from .loss_lex import chunked_causal_loss
 from .positions_lex import SCHEMES, PositionScheme
@@ -145,8 +158,8 @@ class LexAttention(nn.Module):
         output = rows.restore(output)
         if weights is not None:
             # The output is made of the very weights that are returned, so that gradients reach them.
-            weights = rows.restore_weights(weights)
-            output = weights @ rows.restore_slots(value)
+            weights, value = _by_column(rows.restore(weights), value, plan.key_order(value.shape[2]))
+            output = weights @ value
         return self.o_proj(output.transpose(1, 2).reshape(batch, length, -1)), weights
 
     def _function(
@@ -182,6 +195,16 @@ class LexAttention(nn.Module):
             return output.transpose(1, 2), weights if weights is not None and weights.dim() == 4 else None
 
         return attend
+
+
+def _by_column(
+    weights: torch.Tensor, value: torch.Tensor, order: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bring weights, `(batch, heads, query, slots)`, and values of slots into the order of keys that users see."""
+    if order is None:
+        return weights, value
+    index = order.to(value.device)[:, None]
+    return weights.take_along_dim(index[:, :, None], dim=3), value.take_along_dim(index[..., None], dim=2)
 
 
 class LexDecoderLayer(GradientCheckpointingLayer):
@@ -286,6 +309,7 @@ class LexModel(LexPreTrainedModel):
     def __init__(self, config: LexConfig) -> None:
         super().__init__(config)
         config.validate()
+        _check_memory(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.positions = SCHEMES[config.position_embedding_type](config)
         self.dropout = nn.Dropout(config.hidden_dropout)
@@ -318,32 +342,40 @@ class LexModel(LexPreTrainedModel):
             inputs_embeds: Shape `(batch, sequence, hidden_size)`, in place of `input_ids`.
             past_key_values: A [`LexCache`]; the tokens continue the text it holds.
             use_cache: Whether to return a cache; `config.use_cache` by default. Packed rows have none.
-            kwargs: `output_hidden_states`, `output_attentions` (eager attention only; the weights have the shape
-                `(batch, heads, sequence, slots)`, where slots are the cached keys that are still visible, oldest
-                first, and then the new tokens), `return_dict`, and what the attention function takes.
+            kwargs: `output_hidden_states`, `output_attentions` (eager attention only), `return_dict`, and what the
+                attention function takes. Attention weights have the shape `(batch, heads, sequence, keys)`: first the
+                keys of the cache that are kept, oldest first, so that the newest of every row is the last of them,
+                and then the new tokens by column. A row that keeps fewer keys than another begins with zeros. With a
+                static cache and a single token, `keys` is the number of its slots.
 
         Raises:
             ValueError: For ids outside of the vocabulary, empty input, rows of padding only, or a mask, positions or
                 a cache that do not fit.
         """
         inputs_embeds = self._embed(input_ids, inputs_embeds)
-        batch, length, _ = inputs_embeds.shape
-        cache = usable_cache(past_key_values, self.config)
+        batch = inputs_embeds.shape[0]
+        cache = usable_cache(past_key_values, self.config, len(self.layers))
+        # A compiler cannot tell whether position_ids pack rows; if they do, that is in training.
+        maybe_packed = torch.compiler.is_compiling() and self.training and position_ids is not None
+        if use_cache and cache is None and not maybe_packed:
+            cache = LexCache(self.config)
         own = self._own_layers()
         _check_cache(cache, own[0], batch)
-        _check_mask(attention_mask, batch, length, cache, own[0])
-        rows = Rows.of(batch, length, attention_mask, position_ids)
+        rows = self._rows(inputs_embeds, attention_mask, position_ids, cache, own[0])
         if rows.document is not None:
-            _check_packing(cache)
-        elif use_cache and cache is None:
-            cache = LexCache(self.config)
-        if cache is None and min(rows.counts) == 0:
-            raise ValueError(f"Row {rows.counts.index(0)} of attention_mask has no 1: a row needs at least one token.")
+            if past_key_values is not None:
+                raise ValueError(PACKED)
+            cache = None
         if self.positions.adds_to_embeddings and own[0] == 0:
             inputs_embeds = self.positions.embed(
                 inputs_embeds, self._positions(rows, cache, position_ids, inputs_embeds)
             )
         kwargs.setdefault("output_attentions", self.config.output_attentions)
+        if kwargs["output_attentions"] and self.config._attn_implementation != "eager":
+            raise ValueError(
+                f"output_attentions needs eager attention, and this model uses {self.config._attn_implementation!r}, "
+                "which returns no weights. Load it with attn_implementation='eager'."
+            )
         in_chunks = not kwargs["output_attentions"] and self._is_read_in_chunks(inputs_embeds)
         plans = self._plans(rows, cache, inputs_embeds, own, in_chunks)
         kwargs["implementation"] = self.config._attn_implementation
@@ -384,9 +416,41 @@ class LexModel(LexPreTrainedModel):
             return position_ids
         before = torch.zeros(like.shape[0], dtype=torch.long, device=like.device)
         if cache is not None and cache.layers[0].is_initialized:
-            layer = cache.layers[0]
-            before = layer.positions if layer.is_compileable else before.new_tensor(layer.lengths)
+            before = as_tensor(cache.layers[0].lengths, like.device)
         return rows.positions(before, like.shape[1])
+
+    def _rows(
+        self,
+        like: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        cache: Cache | None,
+        first: int,
+    ) -> Rows:
+        """Check what describes the batch, and read its layout; `first` is the first layer that is here."""
+        (batch, length, _), layer = like.shape, None if cache is None else cache.layers[first]
+        # Guesses are taken back by number, so a compiler has to break its graph for a cache that records them.
+        as_tensors = torch.compiler.is_compiling() and (layer is None or not layer.record_past)
+        if cache is not None and not as_tensors and not cache.is_compileable:
+            for each in cache.layers:
+                each.settle()
+        if position_ids is not None:
+            check_positions(position_ids, batch, length)
+        before = None if layer is None else layer.columns
+        if attention_mask is not None:
+            check_mask(attention_mask, batch, length, before if isinstance(before, int) else None)
+            if layer is not None and layer.is_initialized and attention_mask.shape[1] > length:
+                check_past(attention_mask[:, :-length], layer.lengths, layer.padding)
+        if as_tensors and layer is not None:
+            if attention_mask is None:
+                attention_mask = torch.ones((batch, length), dtype=torch.bool, device=like.device)
+            if position_ids is not None:
+                check_unpacked(position_ids, attention_mask)
+                position_ids = None
+        rows = Rows.of(batch, length, attention_mask, position_ids, before, as_tensors)
+        if layer is None and rows.real is not None:
+            require(rows.real.any(dim=1).all(), NO_TOKEN)
+        return rows
 
     def _own_layers(self) -> list[int]:
         """Indices of the layers that are here: in pipeline parallelism, others stand in for those elsewhere."""
@@ -407,10 +471,12 @@ class LexModel(LexPreTrainedModel):
             if layer is not None and layer.is_compileable:
                 plans[pattern] = static_plan(fold, rows, layer, length, like)
                 continue
-            fills = [] if layer is None else layer.fills
+            fills, most = ([], None) if layer is None else (layer.fills, layer.columns)
+            if isinstance(rows.counts, torch.Tensor) and isinstance(fills, list) and fills:
+                fills = as_tensor(fills, like.device)
             chunked = in_chunks and (layer is None or layer.takes_chunks)
             plan = fold.chunked_plan(rows, fills, length, like) if chunked else None
-            plans[pattern] = plan or fold.plan(rows, fills, length, like)
+            plans[pattern] = plan or fold.plan(rows, fills, length, like, most)
         return plans
 
     def _is_read_in_chunks(self, states: torch.Tensor) -> bool:
@@ -441,32 +507,29 @@ class LexModel(LexPreTrainedModel):
         return torch.zeros(shape, dtype=dtype, device=query_positions.device)
 
 
+def _check_memory(config: LexConfig) -> None:
+    """Refuse sizes that this machine cannot hold, before memory is taken for them.
+
+    Raises:
+        ValueError: If the parameters take more than all memory of the machine.
+    """
+    if torch.get_default_device().type != "cpu" or is_deepspeed_zero3_enabled() or not hasattr(os, "sysconf"):
+        return
+    needed = config.num_parameters() * torch.get_default_dtype().itemsize
+    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if needed > there:
+        raise ValueError(
+            f"A model with hidden_size = {config.hidden_size}, num_hidden_layers = {config.num_hidden_layers}, "
+            f"intermediate_size = {config.intermediate_size} and vocab_size = {config.vocab_size} takes "
+            f"{needed / 2**30:,.1f} GiB, and this machine has {there / 2**30:.1f} GiB: choose smaller sizes, or make "
+            "it on the device 'meta'."
+        )
+
+
 def _check_cache(cache: Cache | None, first: int, batch: int) -> None:
     rows = batch if cache is None or not cache.layers[first].is_initialized else cache.layers[first].batch_size
     if rows != batch:
         raise ValueError(f"past_key_values holds {rows} texts and the input has {batch} rows; they must be as many.")
-
-
-def _check_mask(attention_mask: torch.Tensor | None, batch: int, length: int, cache: Cache | None, first: int) -> None:
-    if attention_mask is None:
-        return
-    if cache is not None and cache.is_compileable:  # what it has read is no number that a compiler may look at
-        total = max(length, attention_mask.shape[-1])
-    else:
-        total = length + (0 if cache is None else cache.get_seq_length(first))
-    if attention_mask.dim() != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] != total:
-        raise ValueError(
-            f"attention_mask has the shape {tuple(attention_mask.shape)}; it must be (batch, tokens) = "
-            f"({batch}, {total}), 1 for real tokens and 0 for padding. LEX makes its own causal masks."
-        )
-
-
-def _check_packing(cache: Cache | None) -> None:
-    if cache is not None:
-        raise ValueError(
-            "position_ids start anew within a row, so it packs several documents, and a cache holds one: pass no "
-            "past_key_values, or one document in each row."
-        )
 
 
 class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
@@ -555,7 +618,12 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
         if mask is not None and not (empty := mask.any(dim=1)).all():
             row = int((~empty).nonzero()[0])
             raise ValueError(f"Row {row} of attention_mask has no 1: a prompt needs at least one token.")
+        if generation_config.prefill_chunk_size is not None and model_kwargs.get("inputs_embeds") is not None:
+            # transformers would read the ids instead; one pass gives the tokens that pieces would.
+            logger.warning_once("prefill_chunk_size has no effect on inputs_embeds: they are read in one pass.")
+            generation_config.prefill_chunk_size = None
         wanted = generation_config.cache_implementation or "dynamic"
+        wanted = _DEPRECATED_CACHES.get(wanted, wanted)
         if wanted not in CACHE_IMPLEMENTATIONS:
             raise ValueError(
                 f"cache_implementation={wanted!r} is not available: LEX generates with its own cache, which already "
@@ -566,7 +634,7 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-            model_kwargs["past_key_values"] = usable_cache(cache, self.config)
+            model_kwargs["past_key_values"] = usable_cache(cache, self.config, len(self.model.layers))
         elif generation_config.use_cache is not False:
             length = max(max_cache_length, generation_config.max_cache_len or 0)
             model_kwargs["past_key_values"] = self._new_cache(wanted, length)
@@ -588,7 +656,12 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
 
     @staticmethod
     def create_masks_for_generate(
-        config: LexConfig, inputs_embeds: torch.Tensor, attention_mask: torch.Tensor | None, **kwargs: Any
+        config: LexConfig,
+        inputs_embeds: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        past_key_values: Cache | None = None,
+        is_first_iteration: bool = False,
+        **kwargs: Any,
     ) -> torch.Tensor | None:
         """Keep of the mask what belongs to the new tokens: with a static cache, its shape must not change.
 
@@ -596,9 +669,21 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
             config: Configuration of the model.
             inputs_embeds: A tensor of shape `(batch, sequence, any)`.
             attention_mask: Shape `(batch, tokens read + sequence)`, or `None`.
+            past_key_values: The static cache.
+            is_first_iteration: Whether `generate` begins; later masks are made by itself.
             kwargs: Unused; part of transformers' interface.
+
+        Raises:
+            ValueError: If the mask does not fit what the cache has read.
         """
-        return None if attention_mask is None else attention_mask[:, -inputs_embeds.shape[1] :]
+        if attention_mask is None:
+            return None
+        length = inputs_embeds.shape[1]
+        for layer in past_key_values.layers if past_key_values is not None and is_first_iteration else ():
+            if layer.is_initialized and attention_mask.shape[1] > length:
+                check_past(attention_mask[:, :-length], layer.lengths, layer.padding)
+                break
+        return attention_mask[:, -length:]
 
     def get_compiled_call(self, compile_config: Any) -> Callable[..., Any]:
         """Return the forward pass, compiled for single tokens; longer inputs are laid out by their length, eagerly."""
@@ -659,6 +744,14 @@ class LexForQuestionAnswering(GenericForQuestionAnswering, LexPreTrainedModel):
 
 
 CACHE_IMPLEMENTATIONS = ("dynamic", "static", "offloaded", "offloaded_static")
+# Names that transformers still takes for static caches.
+_DEPRECATED_CACHES = {
+    "sliding_window": "static",
+    "hybrid": "static",
+    "hybrid_chunked": "static",
+    "offloaded_hybrid": "offloaded_static",
+    "offloaded_hybrid_chunked": "offloaded_static",
+}
 
 AUTO_MAP = {
     "AutoConfig": "configuration_lex.LexConfig",

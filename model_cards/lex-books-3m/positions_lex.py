@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import initialization as init
 
-from .configuration_lex import LexConfig, require
+from .configuration_lex import MAX_SIZE, LexConfig, require, require_finite
 
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -87,11 +87,19 @@ class PositionScheme(nn.Module):
         self.num_heads = config.num_attention_heads
 
     @classmethod
-    def validate(cls, config: LexConfig) -> None:
-        """Check the fields of the config that belong to this scheme.
+    def validate_fields(cls, config: LexConfig) -> None:
+        """Check each field of the config that belongs to this scheme, whether it is in use or not.
 
         Raises:
             ValueError: If one of them is impossible.
+        """
+
+    @classmethod
+    def validate_sizes(cls, config: LexConfig) -> None:
+        """Check what this scheme, if it is in use, asks of the sizes of the model and of its fields together.
+
+        Raises:
+            ValueError: If they do not fit.
         """
 
     def reset_parameters(self) -> None:
@@ -157,11 +165,15 @@ class RotaryScheme(PositionScheme):
     """
 
     @classmethod
-    def validate(cls, config: LexConfig) -> None:
+    def validate_fields(cls, config: LexConfig) -> None:
         """Check the fields of xPos."""
         require(config.xpos_scale in XPOS_SCALES, "xpos_scale", config.xpos_scale, f"must be one of {XPOS_SCALES}")
         for name in ("rope_theta", "xpos_gamma", "xpos_scale_base"):
-            require(getattr(config, name) > 0, name, getattr(config, name), "must be positive")
+            require_finite(config, name, above=0)
+
+    @classmethod
+    def validate_sizes(cls, config: LexConfig) -> None:
+        """Check that channels of a head pair up."""
         require(
             config.head_dim % 2 == 0,
             "hidden_size",
@@ -194,10 +206,14 @@ class RotaryScheme(PositionScheme):
         dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
         if block is None:
             self._check_range(num_slots, like.dtype)
-            if torch.compiler.is_compiling():  # a table has a length, and a graph would serve that length only
-                places = slots.double()
-                query, key = (self._factors(places, exponents).to(dtype) for exponents in (places, -places))
-                return Rotation(query, key, query.new_tensor([1.0, 0.0]).expand(query.shape[-2:]))
+        if torch.compiler.is_compiling():
+            # A graph with a table would serve its length only, and what a graph makes must not outlive it.
+            places, anchor = slots.double(), block or 0
+            query, key = (
+                self._factors(places, exponents).to(dtype) for exponents in (places - anchor, anchor - places)
+            )
+            edge = places.new_tensor([anchor])
+            return Rotation(query, key, self._factors(-edge, edge)[0].to(dtype))
         query, key, shift = self._tables_for(num_slots, block or 0, like.device, dtype)
         return Rotation(query[slots], key[slots], shift)
 
@@ -273,10 +289,13 @@ class AlibiScheme(BiasScheme):
     """
 
     @classmethod
-    def validate(cls, config: LexConfig) -> None:
+    def validate_fields(cls, config: LexConfig) -> None:
         """Check the fields of ALiBi."""
         known = ("official", "geometric")
         require(config.alibi_slopes in known, "alibi_slopes", config.alibi_slopes, f"must be one of {known}")
+        for name in ("alibi_slope_shift", "alibi_shared_slope"):
+            value = getattr(config, name)
+            require(value is None or abs(value) <= 100, name, value, "must lie in [-100, 100]: it is an exponent of 2")
 
     def __init__(self, config: LexConfig) -> None:
         super().__init__(config)
@@ -312,10 +331,17 @@ class T5Scheme(BiasScheme):
     """
 
     @classmethod
-    def validate(cls, config: LexConfig) -> None:
+    def validate_fields(cls, config: LexConfig) -> None:
         """Check the fields of T5."""
         buckets, longest = config.t5_num_buckets, config.t5_max_distance
-        require(buckets >= 2 and buckets % 2 == 0, "t5_num_buckets", buckets, "must be even and at least 2")
+        is_even = 2 <= buckets <= MAX_SIZE and buckets % 2 == 0
+        require(is_even, "t5_num_buckets", buckets, f"must be even, at least 2 and at most {MAX_SIZE}")
+        require(1 <= longest <= MAX_SIZE, "t5_max_distance", longest, f"must be at least 1 and at most {MAX_SIZE}")
+
+    @classmethod
+    def validate_sizes(cls, config: LexConfig) -> None:
+        """Check that distances are left for the second half of the buckets."""
+        buckets, longest = config.t5_num_buckets, config.t5_max_distance
         require(longest > buckets // 2, "t5_max_distance", longest, f"must exceed t5_num_buckets / 2 = {buckets // 2}")
 
     def __init__(self, config: LexConfig) -> None:
@@ -346,7 +372,7 @@ class KerpleScheme(BiasScheme):
     """
 
     @classmethod
-    def validate(cls, config: LexConfig) -> None:
+    def validate_fields(cls, config: LexConfig) -> None:
         """Check the fields of KERPLE."""
         known = ("log", "power")
         require(config.kerple_variant in known, "kerple_variant", config.kerple_variant, f"must be one of {known}")
@@ -381,10 +407,11 @@ class SandwichScheme(BiasScheme):
     """
 
     @classmethod
-    def validate(cls, config: LexConfig) -> None:
+    def validate_fields(cls, config: LexConfig) -> None:
         """Check the fields of Sandwich."""
         width, first = config.sandwich_dim, config.sandwich_first_index
-        require(width >= 2 and width % 2 == 0, "sandwich_dim", width, "must be even and at least 2")
+        is_even = 2 <= width <= MAX_SIZE and width % 2 == 0
+        require(is_even, "sandwich_dim", width, f"must be even, at least 2 and at most {MAX_SIZE}")
         require(first in (0, 1), "sandwich_first_index", first, "must be 1 (as printed) or 0")
 
     def __init__(self, config: LexConfig) -> None:
@@ -412,9 +439,9 @@ class SmoothedSandwichScheme(SandwichScheme):
     FIT_DISTANCES = 50
 
     @classmethod
-    def validate(cls, config: LexConfig) -> None:
+    def validate_fields(cls, config: LexConfig) -> None:
         """Check the fields of Sandwich and of its fit."""
-        super().validate(config)
+        super().validate_fields(config)
         known, fit = ("printed", "points"), config.smoothed_sandwich_fit
         require(fit in known, "smoothed_sandwich_fit", fit, f"must be one of {known}")
 
@@ -443,7 +470,7 @@ class SinusoidalScheme(PositionScheme):
     adds_to_embeddings = True
 
     @classmethod
-    def validate(cls, config: LexConfig) -> None:
+    def validate_sizes(cls, config: LexConfig) -> None:
         """Check that channels pair up."""
         require(
             config.hidden_size % 2 == 0, "hidden_size", config.hidden_size, "must be even for sinusoidal positions"

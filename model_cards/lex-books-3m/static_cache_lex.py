@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, StaticCache
 
-from .cache_lex import LexCacheLayer, fill_of, shifted
+from .batch_lex import Rows, as_tensor
+from .cache_lex import LexCacheLayer, Origin, check_states, fill_of, origins, shifted
 from .configuration_lex import LexConfig
-from .folding_lex import AttentionFunction, AttentionPlan, Fold, Rows
+from .folding_lex import AttentionFunction, AttentionPlan, Fold
 from .masking_lex import attention_mask, visible
 from .positions_lex import Movable, Rotation, rotate
 
@@ -24,26 +25,33 @@ class LexStaticCacheLayer(CacheLayerMixin):
 
     Attributes:
         block: Length of a block in tokens; `None` for full attention.
+        origin: What the layer was made for, see [`origins`].
         keys: Shape `(batch, num_heads, slots, head_dim)`, with 2h slots, or `max_cache_len` for full attention.
         values: As `keys`.
-        positions: Number of real tokens each row has read, shape `(batch,)`.
+        positions: Number of tokens each row has read, shape `(batch,)`.
+        padding: Checksum of the columns that each row has read as padding, shape `(batch,)`.
         columns: Number of columns of input read so far, padding included; a tensor without axes.
     """
 
     is_compileable = True
     record_past = False
 
-    def __init__(self, block: int | None, max_cache_len: int) -> None:
+    def __init__(self, block: int | None, max_cache_len: int, origin: Origin = ()) -> None:
         super().__init__()
         self.block = block
+        self.origin = origin
         self.max_cache_len = max_cache_len
-        self.positions = torch.zeros(0, dtype=torch.long)
-        self.columns = torch.zeros((), dtype=torch.long)
+        self.positions, self.padding, self.columns = (torch.zeros((), dtype=torch.long) for _ in range(3))
 
     @property
     def is_sliding(self) -> bool:
         """Whether memory does not depend on `max_cache_len`."""
         return self.block is not None
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Number of tokens each row has read, shape `(batch,)`, as [`LexCacheLayer`] has them."""
+        return self.positions
 
     @property
     def slots(self) -> int:
@@ -57,8 +65,12 @@ class LexStaticCacheLayer(CacheLayerMixin):
         with torch.inference_mode(False):
             self.keys = torch.zeros((batch, heads, self.slots, width), dtype=self.dtype, device=self.device)
             self.values = torch.zeros_like(self.keys)
-            self.positions = torch.zeros(batch, dtype=torch.long, device=self.device)
-            self.columns = torch.zeros((), dtype=torch.long, device=self.device)
+            # Copies of tensors that each layer has for itself: where a compiled graph allocates, equal constants would
+            # become one tensor, and all layers would count in it.
+            self.columns = self.columns.to(self.device)
+            self.positions, self.padding = (
+                count.to(self.device).expand(batch).clone() for count in (self.positions, self.padding)
+            )
         self._pin()
         self.is_initialized = True
 
@@ -66,7 +78,7 @@ class LexStaticCacheLayer(CacheLayerMixin):
         """Tell compilers that the tensors stay where they are; without it, no graph of a GPU can be replayed."""
         self.batch_size = self.keys.shape[0]
         if not torch.compiler.is_compiling():
-            for tensor in (self.keys, self.values, self.positions, self.columns):
+            for tensor in (self.keys, self.values, self.positions, self.padding, self.columns):
                 torch._dynamo.mark_static_address(tensor)
 
     def update(
@@ -75,6 +87,7 @@ class LexStaticCacheLayer(CacheLayerMixin):
         """Take in new tokens and return what their attention needs, as the plan in `args` says."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        check_states(self, key_states)
         plan: Any = args[0]
         return plan.write(self, key_states, value_states)
 
@@ -89,32 +102,34 @@ class LexStaticCacheLayer(CacheLayerMixin):
         layer = LexCacheLayer(self.block)
         layer.dtype, layer.device, layer.is_initialized = self.dtype, self.device, True
         layer.keys, layer.values = self.keys, self.values
-        layer.lengths = self.positions.tolist()
-        layer.fills = [fill_of(length, self.block) for length in layer.lengths]
+        layer.lengths, layer.padding, layer.fills = self.positions, self.padding, fill_of(self.positions, self.block)
+        if not torch.compiler.is_compiling():
+            layer.settle()
         if self.block is not None:
-            order = self._order(layer.lengths)
+            order = self._order()
             layer.keys = _first_turned(_in_halves(self.keys, order), self.block, shift)
             layer.values = _in_halves(self.values, order)
         return layer
 
     def store(self, pair: LexCacheLayer, shift: torch.Tensor | None) -> None:
         """Take back what [`LexStaticCacheLayer.pair`] returned, after new tokens were written to it."""
+        self.positions.copy_(as_tensor(pair.lengths, self.device))
+        self.padding.copy_(as_tensor(pair.padding, self.device))
         if self.block is not None:
-            order = self._order(pair.lengths)
+            order = self._order()
             # What attention will read are views of the pair: it must stay as it is.
             keys = _first_turned(pair.keys, self.block, None if shift is None else _inverse(shift))
             self.keys.copy_(_in_halves(keys, order))
             self.values.copy_(_in_halves(pair.values, order))
-        self.positions.copy_(torch.tensor(pair.lengths))
 
-    def _order(self, lengths: list[int]) -> torch.Tensor:
-        """Which half of the ring holds the first, and the second block of each row's pair, `(batch, 2)`.
+    def _order(self) -> torch.Tensor:
+        """Return which half of the ring holds the first, and the second block of each row's pair, `(batch, 2)`.
 
         The order is its own inverse.
         """
-        first = [max(length - 1, 0) // (self.block or 1) for length in lengths]
-        first = [(block - 1) % 2 if block else 0 for block in first]
-        return torch.tensor([[half, 1 - half] for half in first], device=self.device)
+        newest = (self.positions - 1).clamp(min=0) // (self.block or 1)
+        first = torch.where(newest > 0, (newest - 1) % 2, 0)
+        return torch.stack((first, 1 - first), dim=1)
 
     def nbytes(self) -> int:
         """Return the bytes of the storage, counted from the tensors themselves."""
@@ -135,7 +150,7 @@ class LexStaticCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything that was read; the storage is kept."""
         if self.is_initialized:
-            for tensor in (self.keys, self.values, self.positions, self.columns):
+            for tensor in (self.keys, self.values, self.positions, self.padding, self.columns):
                 tensor.zero_()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -166,7 +181,7 @@ class LexStaticCacheLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let row b continue the text of row `beam_idx[b]`, in place."""
         if self.is_initialized:
-            for tensor in (self.keys, self.values, self.positions):
+            for tensor in (self.keys, self.values, self.positions, self.padding):
                 tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -180,7 +195,7 @@ class LexStaticCacheLayer(CacheLayerMixin):
     def _map(self, function: Any) -> None:
         if self.is_initialized:
             self.keys, self.values = function(self.keys), function(self.values)
-            self.positions = function(self.positions)
+            self.positions, self.padding = function(self.positions), function(self.padding)
             self._pin()
 
 
@@ -205,8 +220,7 @@ class LexStaticCache(Cache):
     """
 
     def __init__(self, config: LexConfig, max_cache_len: int, offloading: bool = False) -> None:
-        spans = [config.attention_span(name) for name in config.layer_patterns]
-        layers = [LexStaticCacheLayer(span, max_cache_len) for span in spans]
+        layers = [LexStaticCacheLayer(span, max_cache_len, origin) for span, origin in origins(config)]
         super().__init__(layers=layers, offloading=offloading)
 
     def nbytes(self) -> int:
@@ -214,22 +228,29 @@ class LexStaticCache(Cache):
         return sum(layer.nbytes() for layer in self.layers)
 
 
-def usable_cache(cache: Cache | None, config: LexConfig) -> Cache | None:
+def usable_cache(cache: Cache | None, config: LexConfig, num_layers: int) -> Cache | None:
     """Return `cache` with LEX layers: as it is, or, if it is an empty one of transformers, with its layers replaced.
+
+    Args:
+        cache: What was passed as `past_key_values`.
+        config: Configuration of the model.
+        num_layers: Number of layers that the model has, of which `config.num_hidden_layers` are in use.
 
     Raises:
         ValueError: If the cache already holds states that LEX layers did not store, or was made for another model.
     """
     if cache is None:
         return None
-    blocks = [config.attention_span(name) for name in config.layer_patterns]
     if not isinstance(cache, Cache):
         raise ValueError(f"past_key_values is a {type(cache).__name__}; pass a LexCache, or None to have one made.")
-    layers = cache.layers
-    if layers and all(hasattr(layer, "block") for layer in layers):
+    layers, expected = cache.layers, origins(config)
+    if layers and all(hasattr(layer, "origin") for layer in layers):
         # An assistant that exits early uses the first layers of a longer cache.
-        if [layer.block for layer in layers][: len(blocks)] != blocks:
-            raise ValueError("past_key_values was made for a model with other attention patterns or block lengths.")
+        if len(layers) not in (len(expected), num_layers):
+            raise ValueError(
+                f"past_key_values was made for a model with {len(layers)} layers, and this one has {num_layers}."
+            )
+        _check_origin([layer.origin for layer in layers], [origin for _, origin in expected])
         return cache
     if not isinstance(cache, (DynamicCache, StaticCache)) or cache.get_seq_length() > 0:
         raise ValueError(
@@ -238,10 +259,26 @@ def usable_cache(cache: Cache | None, config: LexConfig) -> Cache | None:
         )
     if isinstance(cache, StaticCache):
         length = cache.get_max_length()
-        cache.layers = [LexStaticCacheLayer(block, length) for block in blocks]
+        cache.layers = [LexStaticCacheLayer(block, length, origin) for block, origin in expected]
     else:
-        cache.layers, cache.layer_class_to_replicate = [LexCacheLayer(block) for block in blocks], None
+        cache.layers = [LexCacheLayer(block, origin) for block, origin in expected]
+        cache.layer_class_to_replicate = None
     return cache
+
+
+def _check_origin(found: list[Origin], expected: list[Origin]) -> None:
+    """Check that layers were made for a model with these patterns and positions."""
+    for index, (one, other) in enumerate(zip(found, expected, strict=False)):
+        if one != other:
+            changes = [
+                f"{name} = {value!r}, not {dict(other).get(name)!r}"
+                for name, value in one
+                if (name, value) not in other
+            ]
+            raise ValueError(
+                f"past_key_values was made for a model with other attention patterns or positions: layer {index} has "
+                f"{'; '.join(changes) or 'others'}."
+            )
 
 
 def static_plan(fold: Fold, rows: Rows, layer: LexStaticCacheLayer, length: int, like: torch.Tensor) -> AttentionPlan:
@@ -257,18 +294,28 @@ def static_plan(fold: Fold, rows: Rows, layer: LexStaticCacheLayer, length: int,
     Raises:
         ValueError: If full attention has no room for the tokens.
     """
+    fresh = torch.zeros(like.shape[0], dtype=torch.long, device=like.device)
+    positions = layer.positions if layer.is_initialized else fresh
+    if layer.block is None:
+        _check_room(positions, length, layer.max_cache_len)
     if length == 1:
-        fresh = torch.zeros(like.shape[0], dtype=torch.long, device=like.device)
-        return StaticStep.make(fold, rows, layer.positions if layer.is_initialized else fresh, layer.slots, like)
-    lengths = layer.positions.tolist() if layer.is_initialized else [0] * like.shape[0]
-    end = max(read + count for read, count in zip(lengths, rows.counts, strict=True))
-    if layer.block is None and end > layer.max_cache_len:
-        raise ValueError(
-            f"The static cache has room for {layer.max_cache_len} tokens of full attention, and the text has {end}: "
-            "make it with a larger max_cache_len."
-        )
-    fills = [fill_of(length, layer.block) for length in lengths]
-    return StaticRead(fold.plan(rows, fills, length, like), rows)
+        return StaticStep.make(fold, rows, positions, layer.slots, like)
+    if not layer.is_initialized:
+        return StaticRead(fold.plan(rows, [], length, like), rows)
+    fills = fill_of(positions, layer.block)
+    if not torch.compiler.is_compiling():
+        fills = fills.tolist()
+    return StaticRead(fold.plan(rows, fills, length, like, layer.max_cache_len - length), rows)
+
+
+def _check_room(positions: torch.Tensor, length: int, room: int) -> None:
+    """Check that full attention has room for all new tokens; padding takes its place as well."""
+    message = f"The static cache has room for {room} tokens of full attention"
+    hint = ": make it with a larger max_cache_len, which counts padding too."
+    if torch.compiler.is_compiling():
+        torch._assert_async((positions.max() + length <= room), message + hint)
+    elif (end := int(positions.max()) + length) > room:
+        raise ValueError(f"{message}, and the text has {end}{hint}")
 
 
 @dataclass(frozen=True)
@@ -313,6 +360,10 @@ class StaticStep(Movable):
             rotation = Rotation(rotation.query[:, None, :halves], rotation.key[:, None, halves:], rotation.shift)
         return cls(rows, slots, halves, mask, rotation)
 
+    def key_order(self, width: int) -> torch.Tensor | None:
+        """Return the slot of each key in the order that users see: those of the ring up to the new token's."""
+        return self.rows.key_order(self.slots, width, 1)
+
     def turn(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn queries, once for each half, shape `(batch, heads, halves, head_dim)`, and keys."""
         if self.rotation is None:
@@ -330,6 +381,8 @@ class StaticStep(Movable):
                 new = torch.where(real[:, -1, None, None], new, storage[row, :, self.slots])
             storage[row, :, self.slots] = new
         layer.positions.add_(1 if real is None else real[:, -1])
+        if self.rows.padding is not None:
+            layer.padding.add_(as_tensor(self.rows.padding, key.device))
         layer.columns.add_(1)
         return layer.keys, layer.values
 
@@ -366,6 +419,10 @@ class StaticRead(Movable):
     def rotation(self) -> Rotation | None:
         """Factors that turn queries and keys."""
         return self.plan.rotation
+
+    def key_order(self, width: int) -> torch.Tensor | None:
+        """Return the slot of each key in the order that users see."""
+        return self.plan.key_order(width)
 
     def turn(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Turn queries and keys for their slots."""

@@ -16,7 +16,7 @@ from lex_hf import LexConfig, LexForCausalLM
 from lex_hf.data import load_documents, pack
 from lex_hf.perplexity import compute_perplexity
 from lex_hf.tokenization import byte_tokenizer
-from lex_hf.training import TrainingResult, train, training_arguments
+from lex_hf.training import TrainingInterrupted, TrainingResult, last_checkpoint, train, training_arguments
 
 TRAINING_LENGTH = 128
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
@@ -110,7 +110,11 @@ def tiny_config(scheme: str, **fields: Any) -> LexConfig:
 
 
 def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int, seed: int = 0) -> TrainingResult:
-    """Train a model from scratch, 16 examples a step, and save it in `folder`."""
+    """Train a model, 16 examples a step, and save it in `folder`; from the last checkpoint there, if there is one.
+
+    Raises:
+        KeyboardInterrupt: If training was stopped; the same call goes on from its checkpoint.
+    """
     set_seed(seed)
     model = LexForCausalLM(config)
     arguments = training_arguments(
@@ -123,7 +127,12 @@ def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int
         save_strategy="no",
         seed=seed,
     )
-    return train(model, byte_tokenizer(), examples, arguments)
+    try:
+        return train(model, byte_tokenizer(), examples, arguments, resume=last_checkpoint(folder) is not None)
+    except TrainingInterrupted as stopped:
+        raise KeyboardInterrupt(
+            f"Training was stopped after {stopped.steps} of {steps} steps, which are saved in {folder}."
+        ) from stopped
 
 
 def perplexity_by_length(
