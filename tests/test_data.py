@@ -134,6 +134,11 @@ class TestLoadDocuments:
             with pytest.raises(ValueError, match=r"'no-such' is neither .*: An error occurred while generating"):
                 load(["no-such"])
 
+    def test_a_device_may_have_no_end(self) -> None:
+        for load in (load_documents, stream_documents):
+            with pytest.raises(ValueError, match="/dev/zero is a device, which may have no end"):
+                load(["/dev/zero"])
+
     @pytest.mark.parametrize("source", ["gone.txt", "gone.jsonl.gz", "some/deep/path", "./gone", Path("gone")])
     def test_missing_file_is_not_looked_for_on_the_hub(self, source: str | Path) -> None:
         with pytest.raises(FileNotFoundError, match=rf"^{re.escape(str(source))}: no such file or folder"):

@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.utils.flop_counter import FlopCounterMode
 
 from lex_hf import LexForCausalLM
-from lex_hf.estimate import activation_bytes, check_memory, count_saved_bytes, estimate, visible_keys
+from lex_hf.estimate import activation_bytes, count_saved_bytes, estimate, visible_keys
 from lex_hf.recipes import DataSettings, load_recipe, recipe_names
 from lex_hf.tiny import tiny_config
 from lex_hf.tokenization import byte_tokenizer
@@ -296,7 +296,7 @@ class TestEstimate:
         ("changes", "devices", "message"),
         [
             (["length=4611686018427387904"], 1, "length = 4611686018427387904: it must be"),
-            (["training_length=8589934592"], 1, "A batch of 16 x 8589934592 tokens"),
+            (["training_length=2147483646"], 1, "A batch of 16 x 2147483646 tokens"),
             (["per_device_train_batch_size=9007199254740993", "examples_per_step=null"], 1, "batch_size = 9007"),
             (["examples_per_step=null"], 10**30, "devices = 10+: it must be"),
             (["max_steps=9007199254740993"], 1, "steps = 9007"),
@@ -307,11 +307,6 @@ class TestEstimate:
         recipe = load_recipe("tiny").override(changes)
         with pytest.raises(ValueError, match=message):
             recipe.estimate(recipe.config(), devices)
-
-    def test_a_model_larger_than_the_machine_is_not_made(self) -> None:
-        with pytest.raises(ValueError, match=r"take [\d,.]+ GiB, and this machine has [\d,.]+ GiB"):
-            check_memory(load_recipe("tiny").override(["hidden_size=10000000"]).config())
-        check_memory(load_recipe("tiny").config())
 
     def test_no_memory_is_taken(self) -> None:
         recipe = load_recipe("gpt-medium").override(["num_hidden_layers=400", "hidden_size=8192"])

@@ -1086,7 +1086,6 @@ def _train(
     from transformers import set_seed
 
     from lex_hf import LexForCausalLM, training
-    from lex_hf.estimate import check_memory
     from lex_hf.perplexity import load_for_evaluation
     from lex_hf.run_folder import RECIPE_NAME, claimed
 
@@ -1101,9 +1100,7 @@ def _train(
             lex, words = load_for_evaluation(model, device="cpu")
         else:
             words = plan.tokenizer()
-            config = plan.config(words)
-            check_memory(config)
-            lex = LexForCausalLM(config)
+            lex = LexForCausalLM(plan.config(words))
         length = plan.length(lex.config)
         held_back = None
         if eval_sources:

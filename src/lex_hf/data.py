@@ -372,6 +372,8 @@ def _files(source: str | Path) -> list[Path] | None:
     path = Path(source)
     if path.is_dir():
         return _files_of_folder(path)
+    if path.is_char_device():
+        raise ValueError(f"{source} is a device, which may have no end: give a file, a folder or a pipe.")
     if path.exists():
         return [path]
     is_hub_name = isinstance(source, str) and _HUB_NAME.fullmatch(source)

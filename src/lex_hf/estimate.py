@@ -1,6 +1,5 @@
 """What a training will take: parameters, tokens, memory and arithmetic, before anything starts."""
 
-import os
 import reprlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -161,21 +160,6 @@ def estimate(
         flops_per_token=flops_per_token,
         flops=None if tokens is None else tokens * flops_per_token,
     )
-
-
-def check_memory(config: LexConfig) -> None:
-    """Check, before anything is allocated, that this machine can hold the weights of a model, in float32.
-
-    Raises:
-        ValueError: If they are larger than its memory.
-    """
-    needed = 4 * _count_parameters(config)["all"]
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else needed
-    if needed > there:
-        raise ValueError(
-            f"The weights of this model take {needed / 2**30:,.1f} GiB, and this machine has {there / 2**30:,.1f} GiB "
-            "of memory: choose smaller sizes (hidden_size, num_hidden_layers, …)."
-        )
 
 
 def visible_keys(config: LexConfig, pattern: str, length: int) -> float:

@@ -115,14 +115,16 @@ def ensure(
     folder = models / job.name
     if job.state(models) == "trained":
         return {**read_json(folder / DONE), "trained_now": False}
-    begun = _clear(job, models)
+    begun = job.state(models) == "begun"
+    PartialState().wait_for_everyone()  # so that no process finds what another is about to write
     arguments = training_arguments(folder, **_arguments(job, tokens_at_once))
     set_seed(job.seed)
     ids = {name: getattr(tokenizer, name) for name in _IDS}
     model = LexForCausalLM(LexConfig(**({**job.config.to_diff_dict(), **ids})))
     start = time.monotonic()
     try:
-        result = train(model, tokenizer, examples, arguments, resume=begun)
+        # Without a checkpoint, what a killed process left there is replaced.
+        result = train(model, tokenizer, examples, arguments, resume=begun, overwrite=not begun)
     except TrainingInterrupted as stopped:
         raise KeyboardInterrupt(
             f"Training of {job.name} was stopped after {stopped.steps} of {job.steps} steps. The same command goes on "
@@ -147,17 +149,6 @@ def ensure(
             shutil.rmtree(checkpoint)
     PartialState().wait_for_everyone()
     return {**done, "trained_now": True}
-
-
-def _clear(job: Job, models: Path) -> bool:
-    """Remove what a killed process left before its first checkpoint; return whether there is one."""
-    state, folder = PartialState(), models / job.name
-    begun = job.state(models) == "begun"
-    state.wait_for_everyone()
-    if not begun and folder.exists() and state.is_main_process:
-        shutil.rmtree(folder)
-    state.wait_for_everyone()
-    return begun
 
 
 def _arguments(job: Job, tokens_at_once: int) -> dict[str, Any]:
