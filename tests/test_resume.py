@@ -669,7 +669,7 @@ class TestCommand:
         def interrupt(*_: Any, **__: Any) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr("lex_hf.data.tokenize", interrupt)
+        monkeypatch.setattr("transformers.PreTrainedTokenizerFast.__call__", interrupt)
         result = lex("train", "tiny", text, "--output", tmp_path / "new" / "out", *SMALL)
         assert (result.exit_code, "Traceback" in result.stderr) == (130, False)
         assert not (tmp_path / "new").exists()

@@ -665,4 +665,9 @@ class TestBadInput:
 
     def test_vocabulary(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="The tokenizer has 257 tokens, but the model vocab_size = 256"):
-            _train(tmp_path, _model(vocab_size=256, eos_token_id=3), _examples(4), max_steps=1)
+            _train(
+                tmp_path,
+                _model(vocab_size=256, bos_token_id=3, eos_token_id=3, pad_token_id=3),
+                _examples(4),
+                max_steps=1,
+            )

@@ -14,7 +14,6 @@ from .positions_lex import Movable
 Counts = list[int] | torch.Tensor
 """A number for each row: known numbers, or a tensor of shape `(batch,)` where a compiler must not look at them."""
 
-NO_TOKEN = "A row of attention_mask has no 1: every row needs at least one token."
 NOT_BINARY = "attention_mask holds values other than 0 and 1; it must be 1 for tokens and 0 for padding."
 PACKED = (
     "position_ids start again within a row, so it packs several documents, and a cache holds one: pass no "
@@ -104,8 +103,9 @@ def check_past(past: torch.Tensor, lengths: Counts, padding: Counts) -> None:
     """
     skipped = past == 0
     read = past.shape[1] - skipped.sum(dim=1)
-    if isinstance(lengths, torch.Tensor):
-        require(((read == lengths) & (checksum(skipped, 0) == as_tensor(padding, past.device))).all(), UNREAD)
+    if torch.compiler.is_compiling() or isinstance(lengths, torch.Tensor):
+        lengths, padding = as_tensor(lengths, past.device), as_tensor(padding, past.device)
+        require(((read == lengths) & (checksum(skipped, 0) == padding)).all(), UNREAD)
         return
     known = read.tolist()
     if known != lengths:

@@ -24,7 +24,6 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .batch_lex import (
-    NO_TOKEN,
     PACKED,
     Rows,
     as_tensor,
@@ -449,7 +448,9 @@ class LexModel(LexPreTrainedModel):
                 position_ids = None
         rows = Rows.of(batch, length, attention_mask, position_ids, before, as_tensors)
         if layer is None and rows.real is not None:
-            require(rows.real.any(dim=1).all(), NO_TOKEN)
+            empty = rows.counts.index(0) if isinstance(rows.counts, list) and 0 in rows.counts else None
+            which = "A row" if empty is None else f"Row {empty}"
+            require(rows.real.any(dim=1).all(), f"{which} of attention_mask has no 1: a row needs at least one token.")
         return rows
 
     def _own_layers(self) -> list[int]:
