@@ -175,3 +175,17 @@ def test_bad_input_is_refused(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("record", sorted(ROOT.glob("model_cards/*/record.json")), ids=lambda path: path.parent.name)
 def test_cards_in_the_repository_are_those_of_their_records(record: Path) -> None:
     assert (record.parent / "README.md").read_text() == card.render(json.loads(record.read_text()))
+
+
+def test_what_was_measured_is_shown_where_the_disk_is_full(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(card, "write_text", full)
+    about = card.About.read(folder.parent / "about.yaml")
+    with pytest.raises(OSError, match="No space left"):
+        card.measure(folder, about, {"lines": [str(folder.parent / "0.txt")]}, [64], overwrite=True)
+    assert "This was measured, and could not be written:" in caplog.text
+    assert "| lines | 1 |" in caplog.text

@@ -18,12 +18,14 @@ import yaml  # type: ignore[import-untyped]
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.dataclasses import type_validator
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
-from transformers.utils import CONFIG_NAME
+from transformers.utils import CONFIG_NAME, logging
 
 from lex_hf import plots
 from lex_hf.data import load_documents
 from lex_hf.perplexity import compute_perplexity, load_for_evaluation
 from lex_hf.records import check_file, read_json, to_json, write_text
+
+logger = logging.get_logger(__name__)
 
 RECORD, CARD, PICTURE = "record.json", "README.md", "perplexity.png"
 TEMPERATURE, SAMPLE_TOKENS = 0.7, 120
@@ -148,9 +150,13 @@ def measure(
             "transformers": transformers.__version__,
         },
     }
-    write_text(folder / RECORD, to_json(record, indent=1, ensure_ascii=False) + "\n")
-    write_text(folder / CARD, _render_file(folder / RECORD))
-    _draw(folder, record)
+    try:
+        write_text(folder / RECORD, to_json(record, indent=1, ensure_ascii=False) + "\n")
+        write_text(folder / CARD, _render_file(folder / RECORD))
+        _draw(folder, record)
+    except OSError:  # a full disk, say: what took long to measure must not be lost
+        logger.error("This was measured, and could not be written:\n%s", _table(record))
+        raise
     return record
 
 
