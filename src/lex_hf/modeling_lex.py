@@ -370,10 +370,11 @@ class LexModel(LexPreTrainedModel):
                 inputs_embeds, self._positions(rows, cache, position_ids, inputs_embeds)
             )
         kwargs.setdefault("output_attentions", self.config.output_attentions)
-        if kwargs["output_attentions"] and self.config._attn_implementation != "eager":
-            raise ValueError(
-                f"output_attentions needs eager attention, and this model uses {self.config._attn_implementation!r}, "
-                "which returns no weights. Load it with attn_implementation='eager'."
+        returns_weights = self.config._attn_implementation == "eager"
+        if kwargs["output_attentions"] and not returns_weights and not torch.compiler.is_compiling():
+            logger.warning_once(
+                f"output_attentions: no attention weights are returned, because {self.config._attn_implementation!r} "
+                "attention has none. Load the model with attn_implementation='eager'."
             )
         in_chunks = not kwargs["output_attentions"] and self._is_read_in_chunks(inputs_embeds)
         plans = self._plans(rows, cache, inputs_embeds, own, in_chunks)
