@@ -401,6 +401,8 @@ def test_a_fault_of_the_program_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -
 INTERRUPTED = """
 import os, signal, sys
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it for what it runs in the background
+
 class Interrupt:
     def find_spec(self, name, *_):
         if name == "transformers":
@@ -430,7 +432,8 @@ def test_interrupted_and_cut_off_processes_leave_no_traceback(places: Path) -> N
     os.close(full)
     for process, (*_, code, message) in zip(processes, calls, strict=True):
         _, errors = process.communicate(timeout=120)
-        said = [line for line in errors.splitlines() if line.strip() and "Loading weights" not in line]
+        assert "Traceback" not in errors
+        said = [line for line in errors.splitlines() if line.startswith("Error")]
         assert (process.returncode, said) == (code, [message] if message else [])
 
 
