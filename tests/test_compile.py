@@ -63,6 +63,15 @@ def test_generation_in_chunks_without_padding_under_model_compile(cache: str | N
     assert torch.equal(model.generate(ids, **options), expected)
 
 
+def test_beams_reorder_the_rows_between_the_steps_of_one_graph() -> None:
+    model = tiny_model(dtype=torch.float64)
+    inputs = left_padded([random_ids(n, seed=n) for n in (3, 15)])
+    options = {"max_new_tokens": 20, "num_beams": 3, "do_sample": False}
+    expected = model.generate(**inputs, **options)
+    assert torch.equal(compiled(model, "eager").generate(**inputs, **options), expected)
+    assert counters["stats"]["unique_graphs"] <= 3
+
+
 def read(
     model: LexForCausalLM, ids: torch.Tensor, mask: torch.Tensor | None, pieces: list[int], cache: Any
 ) -> torch.Tensor:

@@ -339,9 +339,10 @@ class LexCacheLayer(CacheLayerMixin):
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor], rows: list[int]) -> None:
         """Apply a function of rows to all states; afterwards row b is what row `rows[b]` was."""
-        self.settle()
+        # Counts that are tensors stay so: as numbers, every step of a compiled search would be a graph of its own.
         self.fills, self.lengths, self.padding = (
-            [counts[row] for row in rows] for counts in (self.fills, self.lengths, self.padding)
+            counts[rows] if isinstance(counts, torch.Tensor) else [counts[row] for row in rows]
+            for counts in (self.fills, self.lengths, self.padding)
         )
         self.keys, self.values = function(self.keys), function(self.values)
         self.batch_size = self.keys.shape[0]
