@@ -17,7 +17,6 @@ from typer.core import TyperGroup
 from lex_hf import interrupts
 from lex_hf.records import check_file, check_folder, check_new_folder, to_json, whole_file, whole_folder, write_text
 from lex_hf.terminal import errors_as_sentences, plain_console, write_any_text
-from lex_hf.terminal import fail as _fail
 
 
 class _Commands(TyperGroup):
@@ -753,10 +752,7 @@ def serve(
     from lex_hf import serve as server
 
     with _session():
-        try:
-            server.serve(model, host=host, port=port, options=context.args)
-        except ImportError as error:
-            _fail(f"Error: {error}", 1)
+        server.serve(model, host=host, port=port, options=context.args)
 
 
 @app.command()
