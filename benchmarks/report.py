@@ -14,7 +14,7 @@ from record import Peak, Record, Sample, find, write_whole
 from rich.table import Table as RichTable
 from systems import SYSTEMS
 
-from lex_hf import plots
+from lex_hf.evaluation import plots
 
 FOLDER = Path(__file__).parent
 NONE = "-"

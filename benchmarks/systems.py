@@ -22,8 +22,8 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lex_hf import LexCache, LexConfig, LexModel
-from lex_hf.cache_lex import fill_of
-from lex_hf.folding_lex import CHUNK
+from lex_hf.model.cache_lex import fill_of
+from lex_hf.model.folding_lex import CHUNK
 
 _ENDLESS = 2**20  # no model is to end before the benchmark does
 

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from lex_hf.masking_lex import visible
+from lex_hf.model.masking_lex import visible
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(FOLDER))

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from lex_hf.extrapolation import Extrapolation
 from lex_hf.reproduce import report
+from lex_hf.reproduce.extrapolation import Extrapolation
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

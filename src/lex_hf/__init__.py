@@ -4,9 +4,10 @@ Importing the package registers its classes with the Auto classes, so that `Auto
 LEX checkpoints. See arXiv 2212.10554.
 """
 
+import sys
 from importlib import resources
 
-from . import interrupts as interrupts  # first: what follows takes seconds
+from .cli import interrupts as interrupts  # first: what follows takes seconds
 
 # isort: split
 
@@ -19,22 +20,23 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from .cache_files import load_cache, save_cache
-from .cache_lex import LexCache
-from .checks import PositionCheck, check_positions
-from .configuration_lex import LexConfig
-from .modeling_lex import (
+from .convert.gpt2 import from_gpt2
+from .convert.torchscale import from_torchscale
+from .evaluation.checks import PositionCheck, check_positions
+from .evaluation.receptive_field import ReceptiveField, receptive_field, theoretical_receptive_field
+from .evaluation.resolution import Resolution, attention_resolution, expected_attention, measure_resolution
+from .inference.cache_files import load_cache, save_cache
+from .lazy import MovedModules
+from .model.cache_lex import LexCache
+from .model.configuration_lex import LexConfig
+from .model.modeling_lex import (
     LexForCausalLM,
     LexForQuestionAnswering,
     LexForSequenceClassification,
     LexForTokenClassification,
     LexModel,
 )
-from .receptive_field import ReceptiveField, receptive_field, theoretical_receptive_field
-from .resolution import Resolution, attention_resolution, expected_attention, measure_resolution
-from .static_cache_lex import LexStaticCache
-from .torchscale import from_torchscale
-from .warm_start import from_gpt2
+from .model.static_cache_lex import LexStaticCache
 
 __version__ = "0.1.0"
 __all__ = [
@@ -62,6 +64,26 @@ __all__ = [
     "theoretical_receptive_field",
 ]
 
+# Names of modules that version 0.1.0 documented.
+sys.meta_path.append(
+    MovedModules(
+        __name__,
+        {
+            "cache_lex": "model.cache_lex",
+            "comparison": "evaluation.comparison",
+            "configuration_lex": "model.configuration_lex",
+            "context_parallel": "inference.context_parallel",
+            "modeling_lex": "model.modeling_lex",
+            "perplexity": "evaluation.perplexity",
+            "positions_lex": "model.positions_lex",
+            "recipes": "training.recipes",
+            "streaming": "data.streaming",
+            "tiny": "reproduce.tiny",
+            "tokenization": "data.tokenization",
+        },
+    )
+)
+
 AutoConfig.register("lex", LexConfig)
 AutoModel.register(LexConfig, LexModel)
 AutoModelForCausalLM.register(LexConfig, LexForCausalLM)
@@ -88,7 +110,7 @@ def metric_path(name: str = "perplexity") -> str:
         >>> lex_hf.metric_path().endswith("perplexity")
         True
     """
-    metrics = resources.files(__name__) / "metrics"
+    metrics = resources.files(__name__) / "evaluation" / "metrics"
     known = sorted(entry.name for entry in metrics.iterdir() if (entry / f"{entry.name}.py").is_file())
     if name not in known:
         raise ValueError(f"There is no metric {name!r}; there are: {', '.join(known)}.")

@@ -1,5 +1,5 @@
 """`python -m lex_hf` is the command line."""
 
-from .cli import main
+from .cli.app import main
 
 main()

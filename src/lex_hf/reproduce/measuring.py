@@ -17,14 +17,14 @@ from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lex_hf import LexConfig
-from lex_hf.perplexity import compute_perplexity, load_for_evaluation
-from lex_hf.receptive_field import empirical_receptive_field, receptive_field
+from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
+from lex_hf.evaluation.receptive_field import empirical_receptive_field, receptive_field
+from lex_hf.evaluation.resolution import attention_resolution, expected_attention, measure_resolution
 from lex_hf.records import read_json
 from lex_hf.reproduce.corpora import Texts, long_enough, segments
 from lex_hf.reproduce.models import write_json
 from lex_hf.reproduce.presets import Preset
 from lex_hf.reproduce.tables import ERF, JUMP, RESOLUTION, SHARE, VARIATION, System, Table
-from lex_hf.resolution import attention_resolution, expected_attention, measure_resolution
 
 _VERSION = 1  # of what is measured and how it is kept; a higher one makes all measurements anew
 _THRESHOLD = 0.99

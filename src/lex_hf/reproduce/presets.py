@@ -8,7 +8,7 @@ import torch
 
 from lex_hf import LexConfig
 from lex_hf.reproduce.tables import LEX, System, Table
-from lex_hf.tiny import check_steps, tiny_config
+from lex_hf.reproduce.tiny import check_steps, tiny_config
 
 # Nothing of a model that can be trained: the versions and names that transformers keeps in a config.
 _NOT_A_FIELD = ("transformers_version", "model_type", "architectures", "dtype")

@@ -56,7 +56,7 @@ def load(name: str) -> Published:
     Args:
         name: As `lex-table2`.
     """
-    content = json.loads((files("lex_hf") / "published" / f"{name}.json").read_text(encoding="utf-8"))
+    content = json.loads((files("lex_hf.reproduce") / "papers" / f"{name}.json").read_text(encoding="utf-8"))
     values: dict[str, dict[str, dict[str, float]]] = {}
     printed: dict[str, dict[str, dict[str, str]]] = {}
     for entry in content.pop("values"):

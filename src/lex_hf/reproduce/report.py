@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from matplotlib.figure import Figure
 
-from lex_hf import plots
-from lex_hf.receptive_field import ReceptiveField
+from lex_hf.evaluation import plots
+from lex_hf.evaluation.receptive_field import ReceptiveField
 from lex_hf.records import to_json, write_text
 
 RECORD, REPORT = "record.json", "report.md"

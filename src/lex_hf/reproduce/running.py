@@ -15,9 +15,9 @@ from datasets import Dataset
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from lex_hf.data import pack
-from lex_hf.loading import find_device
-from lex_hf.recipes import load_tokenizer
+from lex_hf.cli.terminal import plain_console
+from lex_hf.data.documents import pack
+from lex_hf.evaluation.loading import find_device
 from lex_hf.records import check_file, check_folder
 from lex_hf.reproduce import corpora, models, published, report, tables
 from lex_hf.reproduce.corpora import Texts
@@ -26,8 +26,8 @@ from lex_hf.reproduce.models import Job
 from lex_hf.reproduce.presets import Preset, preset
 from lex_hf.reproduce.statements import Cell, is_perplexity, marks, statements
 from lex_hf.reproduce.tables import System, Table
-from lex_hf.terminal import plain_console
-from lex_hf.tiny import check_seeds
+from lex_hf.reproduce.tiny import check_seeds
+from lex_hf.training.recipes import load_tokenizer
 
 _UNKNOWN = "not given"  # fingerprint of texts in a plan made without them
 

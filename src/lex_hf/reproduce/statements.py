@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy import stats
 
-from lex_hf.comparison import CONFIDENCE_LEVEL, SIGNIFICANCE_LEVEL, bootstrap_interval, compare_values
+from lex_hf.evaluation.comparison import CONFIDENCE_LEVEL, SIGNIFICANCE_LEVEL, bootstrap_interval, compare_values
 from lex_hf.reproduce.published import Published
 from lex_hf.reproduce.tables import Link, Place, Relation, Table
 

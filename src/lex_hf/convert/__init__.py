@@ -1,0 +1,1 @@
+"""Weights of other models: official LEX checkpoints and GPT-2."""

@@ -1,0 +1,125 @@
+"""Models that begin with the weights of others: GPT-2 here, the official checkpoints in `torchscale.py`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, GPT2LMHeadModel, PreTrainedModel
+
+from lex_hf.evaluation.loading import explained, load_whole
+from lex_hf.model.configuration_lex import LexConfig
+from lex_hf.model.modeling_lex import LexForCausalLM
+
+# Fields of GPT-2's configuration that change what a layer computes, and the only value that LEX computes.
+_REQUIRED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+
+
+def from_gpt2(model: PreTrainedModel | str | Path, **config_fields: Any) -> LexForCausalLM:
+    """Build a LEX model from GPT-2 weights: the same architecture but for the positions.
+
+    GPT-2's learned positions have no place in a model with other positions and are dropped, so the new model has to be
+    trained before it is of use. With `position_embedding_type="learned", attention_pattern="full"` they are kept, and
+    the model computes what GPT-2 does.
+
+    Args:
+        model: A `GPT2LMHeadModel`, or the folder or Hub id of one.
+        config_fields: Fields of [`LexConfig`]; sizes, activation, epsilon, dropout and token ids are GPT-2's. By
+            default `training_length` is GPT-2's number of positions, and `xpos_scale_base` half of that.
+
+    Returns:
+        The model in evaluation mode, with weights of its own in the dtype of GPT-2's.
+
+    Raises:
+        ValueError: If there is no such model, it cannot be read, lacks weights, is no GPT-2, computes what LEX does
+            not, or contradicts `config_fields`; the message says which.
+
+    Example:
+        >>> model = from_gpt2("openai-community/gpt2", position_embedding_type="rope")  # doctest: +SKIP
+    """
+    gpt2 = _load(model) if isinstance(model, str | Path) else model
+    if not isinstance(gpt2, GPT2LMHeadModel):
+        raise ValueError(f"The model is a {type(gpt2).__name__}; a warm start needs a GPT2LMHeadModel.")
+    config = _config(gpt2, config_fields)
+    lex = LexForCausalLM(config).to(gpt2.dtype)
+    weights = _weights(gpt2.state_dict(), config)
+    lex.load_state_dict(weights, strict=True)
+    return lex.eval()
+
+
+def _load(path: str | Path) -> PreTrainedModel:
+    with explained(str(path), "a GPT-2 (config.json, model.safetensors or its shards)"):
+        kind = AutoConfig.from_pretrained(path).model_type
+    if kind != "gpt2":
+        raise ValueError(f"{path} is a model of type {kind!r}; a warm start needs 'gpt2'.")
+    return load_whole(GPT2LMHeadModel, str(path))
+
+
+def _config(gpt2: PreTrainedModel, fields: Mapping[str, Any]) -> LexConfig:
+    theirs = gpt2.config
+    wrong = [
+        f"{name} = {getattr(theirs, name)}" for name, value in _REQUIRED.items() if getattr(theirs, name) != value
+    ]
+    if wrong:
+        raise ValueError(f"LEX does not compute what this GPT-2 does: {', '.join(wrong)}.")
+    sizes: dict[str, Any] = {
+        "vocab_size": theirs.vocab_size,
+        "hidden_size": theirs.n_embd,
+        "num_hidden_layers": theirs.n_layer,
+        "num_attention_heads": theirs.n_head,
+        "intermediate_size": theirs.n_inner or 4 * theirs.n_embd,
+        "tie_word_embeddings": theirs.tie_word_embeddings,
+    }
+    wrong = [
+        f"{name} = {fields[name]!r}, GPT-2 has {sizes[name]!r}"
+        for name in sizes
+        if fields.get(name, sizes[name]) != sizes[name]
+    ]
+    if wrong:
+        raise ValueError("The fields contradict the weights: " + "; ".join(wrong) + ".")
+    length = fields.get("training_length", theirs.n_positions)
+    if fields.get("position_embedding_type") == "learned" and length > theirs.n_positions:
+        raise ValueError(f"training_length = {length}: learned positions end at GPT-2's {theirs.n_positions}.")
+    ours: dict[str, Any] = {
+        "hidden_act": theirs.activation_function,
+        "layer_norm_eps": theirs.layer_norm_epsilon,
+        "initializer_range": theirs.initializer_range,
+        "hidden_dropout": theirs.resid_pdrop,
+        "attention_dropout": theirs.attn_pdrop,
+        "bos_token_id": theirs.bos_token_id,
+        "eos_token_id": theirs.eos_token_id,
+        "pad_token_id": theirs.pad_token_id,
+        "training_length": length,
+        "xpos_scale_base": length / 2,
+    }
+    return LexConfig(**{**sizes, **ours, **fields})
+
+
+def _weights(theirs: Mapping[str, torch.Tensor], config: LexConfig) -> dict[str, torch.Tensor]:
+    """Rename and cut; GPT-2 stores the matrices of its layers with the inputs in front, and q, k, v in one."""
+    ours = {
+        "model.embed_tokens.weight": theirs["transformer.wte.weight"],
+        "lm_head.weight": theirs["lm_head.weight"],
+    }
+    ours |= _both(theirs, "transformer.ln_f", "model.norm")
+    for index in range(config.num_hidden_layers):
+        gpt2, lex = f"transformer.h.{index}.", f"model.layers.{index}."
+        ours |= _both(theirs, gpt2 + "ln_1", lex + "input_layernorm")
+        ours |= _both(theirs, gpt2 + "ln_2", lex + "post_attention_layernorm")
+        ours |= _both(theirs, gpt2 + "attn.c_proj", lex + "self_attn.o_proj", is_matrix=True)
+        ours |= _both(theirs, gpt2 + "mlp.c_fc", lex + "mlp.up_proj", is_matrix=True)
+        ours |= _both(theirs, gpt2 + "mlp.c_proj", lex + "mlp.down_proj", is_matrix=True)
+        for kind in ("weight", "bias"):
+            parts = theirs[f"{gpt2}attn.c_attn.{kind}"].chunk(3, dim=-1)
+            for name, part in zip("qkv", parts, strict=True):
+                ours[f"{lex}self_attn.{name}_proj.{kind}"] = part.T if kind == "weight" else part
+    if config.position_embedding_type == "learned":
+        ours["model.positions.embedding.weight"] = theirs["transformer.wpe.weight"][: config.training_length]
+    return ours
+
+
+def _both(
+    theirs: Mapping[str, torch.Tensor], name: str, new_name: str, *, is_matrix: bool = False
+) -> dict[str, torch.Tensor]:
+    weight = theirs[f"{name}.weight"]
+    return {f"{new_name}.weight": weight.T if is_matrix else weight, f"{new_name}.bias": theirs[f"{name}.bias"]}

@@ -1,0 +1,229 @@
+"""Packed examples of a corpus that is larger than memory, made while they are asked for; resumable to the example."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import IterableDataset as Documents
+from numpy.typing import NDArray
+from torch.utils.data import IterableDataset, get_worker_info
+from transformers import PreTrainedTokenizerBase
+
+from lex_hf.data.documents import FOLDER_SUFFIXES, Packer, tokenize_in_pieces, too_few_tokens
+
+_CHARACTERS_AT_ONCE = 1_000_000  # what is read together
+_Pieces = list[tuple[NDArray[np.int32], bool]]
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """The beginning of a block of examples, with all that is needed to make the block again.
+
+    Attributes:
+        examples: Examples in front of the block.
+        block: Blocks in front of it.
+        source: Where the documents go on; empty means at the first.
+        tokens: What is left of the documents before.
+        starts: Which of those tokens begin a document.
+        digest: Hash of the examples of the block; `None` if they were not made yet.
+    """
+
+    examples: int
+    block: int
+    source: dict[str, Any]
+    tokens: list[int]
+    starts: list[bool]
+    digest: str | None = None
+
+
+class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
+    """Endless examples for a training: the documents are read again and again, and packed as by [`pack`].
+
+    Examples are shuffled within blocks of `shuffle_buffer`, by the seed and the number of the block. So the place of
+    an example is a few numbers, and a stream goes on from any place without reading what lies before: whoever takes
+    examples says so with `consume`, and `state_dict` tells the place of the first that was not consumed, also if more
+    were read ahead.
+
+    Args:
+        documents: As `stream_documents` returns them; they belong to this stream from now on.
+        tokenizer: Any tokenizer with an `eos_token`.
+        length: Tokens per example, at least 2.
+        separate_documents: As for [`pack`].
+        shuffle_buffer: Examples that are shuffled together, and held in memory; 1 keeps the order of the documents.
+        seed: Seed of the shuffling.
+        sources: Where the documents come from, as given to `stream_documents`: names and sizes are compared when a
+            training is resumed, beside the examples around the place where it goes on.
+
+    Raises:
+        ValueError: If a number is too small or the tokenizer has no `eos_token`; when it is read, if all documents
+            together do not fill an example.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        tokenizer: PreTrainedTokenizerBase,
+        length: int,
+        *,
+        separate_documents: bool = False,
+        shuffle_buffer: int = 1000,
+        seed: int = 0,
+        sources: Sequence[str | Path] | None = None,
+    ) -> None:
+        if shuffle_buffer < 1:
+            raise ValueError(f"shuffle_buffer = {shuffle_buffer}: must be at least 1, which keeps the order.")
+        self.documents = documents
+        self.tokenizer = tokenizer
+        self.settings: dict[str, Any] = {
+            "length": length,
+            "separate_documents": separate_documents,
+            "shuffle_buffer": shuffle_buffer,
+            "seed": seed,
+        }
+        if sources is not None:
+            self.settings["sources"] = [_describe(source) for source in sources]
+        self.packer = Packer(tokenizer, length, separate_documents=separate_documents)
+        self.consumed = 0
+        self._marks = deque([_Mark(0, 0, {}, [], [])])
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        """Yield examples from the first that was not consumed, without an end."""
+        if get_worker_info() is not None:
+            raise ValueError("A stream is read in the process that trains: set dataloader_num_workers = 0.")
+        mark = self._marks[0]
+        self._marks = deque([mark])
+        batches, skip = self._from(mark), self.consumed - mark.examples
+        while True:
+            block = self._block(batches, mark.block)
+            self._marks[-1] = replace(mark, digest=_digest(block))
+            count = len(block["input_ids"])
+            for index in range(skip, count):
+                yield {name: torch.from_numpy(rows[index]).long() for name, rows in block.items()}
+            skip = 0
+            mark = self._mark(mark.examples + count, mark.block + 1)
+            self._marks.append(mark)
+
+    def consume(self, count: int) -> None:
+        """Take note that `count` examples more are done with."""
+        self.consumed += count
+        while len(self._marks) > 1 and self._marks[1].examples <= self.consumed:
+            self._marks.popleft()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the place of the first example that was not consumed, as JSON can hold it."""
+        return {"consumed": self.consumed, "mark": vars(self._marks[0]), "settings": self.settings}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a place that `state_dict` told.
+
+        Raises:
+            ValueError: If that stream had other settings or other texts: its examples were not the same.
+        """
+        changed = [f"{name} = {was!r}, not {now!r}" for name, (was, now) in self.differences(state).items()]
+        if changed:
+            raise ValueError(f"The stream to go on with had {'; '.join(changed)}.")
+        self.go_to(state)
+
+    def differences(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+        """Compare with the stream whose place `state_dict` told; the examples there are made again.
+
+        Returns:
+            What differs by name, `(was, now)`: settings or, if they are the same, `texts`.
+        """
+        settings = {name: value for name, value in self.settings.items() if name in state["settings"]}
+        found = {
+            name: (state["settings"][name], value)
+            for name, value in settings.items()
+            if state["settings"][name] != value
+        }
+        mark = _Mark(**state["mark"])
+        if found or mark.digest is None:
+            return found
+        digest = self._digest_at(mark)
+        where = f"examples from {mark.examples} on"
+        return {} if digest == mark.digest else {"texts": (f"{where}, {mark.digest}", f"{where}, {digest}")}
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Go on from a place that `state_dict` told, of a stream that is the same."""
+        self.consumed = state["consumed"]
+        self._marks = deque([_Mark(**state["mark"])])
+
+    def _from(self, mark: _Mark) -> Iterator[Iterator[_Pieces]]:
+        """Yield tokenised documents from a place on, with the packer as it was there."""
+        self.packer.resume(mark.tokens, mark.starts)
+        return self._batches(mark.source)
+
+    def _digest_at(self, mark: _Mark) -> str:
+        try:
+            return _digest(self._block(self._from(mark), mark.block))
+        except (LookupError, TypeError):  # a place that is not there: other files, or fewer of them
+            return "which these texts do not have"
+
+    def _mark(self, examples: int, block: int) -> _Mark:
+        source = self.documents.state_dict() or {}
+        return _Mark(examples, block, source, self.packer.tokens.tolist(), self.packer.starts.tolist())
+
+    def _block(self, batches: Iterator[Iterator[_Pieces]], number: int) -> dict[str, list[NDArray[np.int32]]]:
+        """Make the next examples, at least `shuffle_buffer` of them, in the order of training."""
+        size = self.settings["shuffle_buffer"]
+        parts: list[dict[str, NDArray[np.int32]]] = []
+        while sum(len(part["input_ids"]) for part in parts) < size:
+            parts += map(self.packer, next(batches))
+        block = {name: [row for part in parts for row in part[name]] for name in parts[0]}  # no copies
+        if size == 1:
+            return block
+        order = np.random.default_rng([self.settings["seed"], number]).permutation(len(block["input_ids"]))
+        return {name: [rows[index] for index in order] for name, rows in block.items()}
+
+    def _batches(self, source: dict[str, Any]) -> Iterator[Iterator[_Pieces]]:
+        """Yield tokenised documents, some at a time, from a place on and then from the first on, for ever.
+
+        What is yielded must be read to its end before the next.
+        """
+        is_whole = not source
+        while True:
+            self.documents.load_state_dict(source)
+            documents, before = 0, self.packer.count
+            for texts in _batched(document["text"] for document in self.documents):
+                documents += len(texts)
+                yield tokenize_in_pieces(texts, self.tokenizer)
+            tokens = self.packer.count - before
+            if is_whole and tokens < self.packer.length:
+                raise too_few_tokens(self.packer.length, documents, tokens)
+            source, is_whole = {}, True
+
+
+def _batched(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Put texts together until they have enough characters; no text is read before it is needed."""
+    batch: list[str] = []
+    characters = 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _CHARACTERS_AT_ONCE:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _digest(block: Mapping[str, Iterable[NDArray[np.int32]]]) -> str:
+    digest = blake2b(digest_size=8)
+    for rows in block.values():
+        for row in rows:
+            digest.update(row.tobytes())
+    return digest.hexdigest()
+
+
+def _describe(source: str | Path) -> str:
+    """Name and size of a file or folder, wherever it lies; of a dataset of the Hub its name."""
+    path = Path(source)
+    if path.is_dir():
+        sizes = [each.stat().st_size for each in path.rglob("*") if each.name.endswith(FOLDER_SUFFIXES)]
+        return f"{path.resolve().name}: {len(sizes)} files, {sum(sizes)} bytes"
+    return f"{path.name}: {path.stat().st_size} bytes" if path.exists() else str(source)

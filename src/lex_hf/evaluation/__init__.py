@@ -1,0 +1,1 @@
+"""Measurements of models: perplexity, comparison, attention resolution, receptive field, position checks."""

@@ -1,0 +1,426 @@
+"""Pictures of measurements; drawn without a display, readable in print and without colour vision.
+
+What is infinite or not a number has no place in a picture: the rest is drawn, and the legend says what is missing.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import ListedColormap, Normalize
+from matplotlib.figure import Figure
+from matplotlib.legend import Legend
+from matplotlib.patches import Patch
+from torch import Tensor
+
+from lex_hf.model.configuration_lex import ATTENTION_PATTERNS, LexConfig
+from lex_hf.model.masking_lex import visible
+from lex_hf.records import whole_file
+
+if TYPE_CHECKING:
+    from lex_hf.evaluation.receptive_field import ReceptiveField
+    from lex_hf.evaluation.resolution import Resolution
+
+# Okabe and Ito's palette, which stays apart for colour-blind readers; markers and dashes for black and white.
+STYLES: tuple[dict[str, Any], ...] = (
+    {"color": "#0072B2", "marker": "o", "linestyle": "-"},
+    {"color": "#D55E00", "marker": "s", "linestyle": "--"},
+    {"color": "#009E73", "marker": "^", "linestyle": "-."},
+    {"color": "#CC79A7", "marker": "D", "linestyle": ":"},
+    {"color": "#E69F00", "marker": "v", "linestyle": (0, (5, 1, 1, 1, 1, 1))},
+    {"color": "#56B4E9", "marker": "P", "linestyle": (0, (8, 2))},
+)
+# A scale for ordered values that grows evenly in brightness, and so does in print.
+_ORDERED = "cividis"
+
+_Curve = TypeVar("_Curve")
+_Value = TypeVar("_Value", float, tuple[float, float])
+
+
+def perplexity_by_length(
+    curves: Mapping[str, Mapping[int, float]],
+    training_length: int,
+    *,
+    title: str,
+    intervals: Mapping[str, Mapping[int, tuple[float, float]]] | None = None,
+) -> Figure:
+    """Draw perplexity against length, one curve for each system (LEX paper, Figure 1), on two scales.
+
+    Args:
+        curves: For each system, its perplexity at each length in tokens.
+        training_length: `l`, marked by a line.
+        title: What the texts are.
+        intervals: For some of the systems, the lower and upper end of an interval at lengths in tokens, drawn as a
+            band.
+    """
+    bands = {system: _finite(band) for system, band in (intervals or {}).items()}
+    figure = _figure((10, 4.3), title)
+    whole, close = figure.subplots(1, 2)
+    for axes in (whole, close):
+        for system, curve, style in _styled(curves):
+            axes.plot(list(curve), _heights(curve), label=_label(system, curve), markersize=5, **style)
+            if bands.get(system):
+                lower, upper = zip(*bands[system].values(), strict=True)
+                axes.fill_between(list(bands[system]), lower, upper, color=style["color"], alpha=0.2, linewidth=0)
+        axes.axvline(training_length, color="0.6", linewidth=1, zorder=1)
+        lengths = sorted({length for curve in curves.values() for length in curve})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(lengths, [str(length) for length in lengths])
+        axes.set(xlabel="Length of the text (tokens)", ylabel="Perplexity")
+        axes.grid(visible=True, which="both", color="0.92")
+    whole.set(title="all of it")
+    _log_perplexity(whole, curves.values())
+    _as_written(whole.legend())
+    close.set(title="the lower end, larger")
+    ends = [end for band in bands.values() for end, _ in band.values()]
+    _show_lower_end(close, [_finite(curve) for curve in curves.values()], ends)
+    _mark_training_length(close, training_length)
+    return figure
+
+
+def _log_perplexity(axes: Axes, curves: Iterable[Mapping[int, float]]) -> None:
+    if any(map(_finite, curves)):  # without a number to show, there is no scale
+        axes.set(yscale="log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
+
+
+def _show_lower_end(axes: Axes, curves: Iterable[Mapping[int, float]], ends: Iterable[float]) -> None:
+    """Limit the perplexities shown to where curves fall; those that rise from the start still get a quarter."""
+    drawn = [curve for curve in curves if curve]
+    lowest = min([*ends, *(min(curve.values()) for curve in drawn)], default=1.0)
+    highest = max([1.25 * lowest, *(curve[min(curve)] for curve in drawn)])
+    margin = 0.05 * ((highest - lowest) or lowest)
+    if drawn:
+        axes.set(ylim=(lowest - margin, highest + margin))
+
+
+def perplexity_by_scheme(
+    panels: Mapping[str, Mapping[str, Mapping[int, float]]], length: int, *, title: str
+) -> Figure:
+    """Draw perplexity against length for many position schemes, one panel for each attention pattern.
+
+    Args:
+        panels: For each pattern and scheme, its perplexity at each length in tokens.
+        length: The training length, marked by a line.
+        title: What the texts are.
+    """
+    figure = _figure((11, 5.5), title)
+    schemes = list(dict.fromkeys(scheme for curves in panels.values() for scheme in curves))
+    markers = dict(zip(schemes, cycle("os^Dv*<>pX"), strict=False))
+    colours = dict(zip(schemes, cycle(style["color"] for style in STYLES), strict=False))
+    for axes, (pattern, curves) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+        for place, (scheme, curve) in enumerate(curves.items()):
+            line = {
+                "color": colours[scheme],
+                "marker": markers[scheme],
+                "linestyle": "-" if place < len(STYLES) else "--",
+            }
+            label = _label(scheme, _everywhere(panels, scheme))
+            axes.plot(list(curve), _heights(curve), label=label, markersize=5, **line)
+        ticks = sorted({each for curve in curves.values() for each in curve})
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ticks, [str(tick) for tick in ticks])
+        axes.set(title=pattern, xlabel="Length of the text (tokens)", ylabel="Perplexity")
+        _log_perplexity(axes, curves.values())
+        axes.grid(visible=True, which="both", color="0.92")
+        axes.axvline(length, color="0.6", linewidth=1, zorder=0)
+    _mark_training_length(axes, length)
+    named = [pair for each in figure.axes for pair in zip(*each.get_legend_handles_labels(), strict=True)]
+    lines = {label: line for line, label in reversed(named)}
+    labels = list(dict.fromkeys(label for _, label in named))
+    handles = [lines[label] for label in labels]
+    _as_written(figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False))
+    return figure
+
+
+def _everywhere(panels: Mapping[str, Mapping[str, Mapping[int, float]]], scheme: str) -> dict[int, float]:
+    """Sums of a scheme's values over all panels: finite where all of them are."""
+    curves = [curves[scheme] for curves in panels.values() if scheme in curves]
+    return {place: sum(curve.get(place, 0.0) for curve in curves) for curve in curves for place in curve}
+
+
+def attention_expectation(curves: Mapping[str, Tensor], *, title: str, training_length: int | None = None) -> Figure:
+    """Draw the expected attention score against distance, one curve for each system (LEX paper, Figure 2).
+
+    Args:
+        curves: For each system, s[n] at distances n = 0, 1, …, shape `(distances,)`.
+        title: What the curves are of.
+        training_length: `l`, marked by a line, if given.
+    """
+    figure, axes = _single(title)
+    _draw_by_distance(axes, curves)
+    axes.set(ylabel="Expected attention score s[n]")
+    if training_length is not None:
+        axes.axvline(training_length, color="0.6", linewidth=1, zorder=1)
+        _mark_training_length(axes, training_length)
+    _legend_below(figure)
+    return figure
+
+
+def resolution(result: "Resolution") -> Figure:
+    """Draw the score by distance and the attention resolution of each layer of one model.
+
+    Args:
+        result: What `measure_resolution` found.
+    """
+    numbers = range(1, len(result.curves) + 1)
+    layers = dict(zip(numbers, result.by_layer, strict=True))
+    title = f"Attention resolution, texts of {result.length} tokens: mean over layers {result.mean:.3g}"
+    figure = _figure((10, 4.3), _label(title, layers))
+    by_distance, by_layer = figure.subplots(1, 2)
+    scale = ScalarMappable(Normalize(1, max(2, len(result.curves))), _ORDERED)
+    shades = scale.to_rgba(np.array(numbers))
+    for shade, curve in zip(shades, result.curves, strict=True):
+        by_distance.plot(curve.numpy(), color=shade, linewidth=1)
+    by_distance.set(xlabel="Distance n (tokens)", ylabel="Mean attention score s[n]")
+    by_distance.grid(visible=True, color="0.92")
+    figure.colorbar(scale, ax=by_distance, label="Layer", ticks=_whole_numbers(len(numbers)))
+    by_layer.bar(numbers, _heights(layers), color=shades)
+    _layer_axis(by_layer, len(numbers))
+    return figure
+
+
+def resolution_by_layer(results: Mapping[str, "Resolution"], *, title: str) -> Figure:
+    """Draw the attention resolution of each layer, one line for each system, as with and without BCA.
+
+    Args:
+        results: For each system, what `measure_resolution` found.
+        title: What the texts are.
+    """
+    figure, axes = _single(title)
+    for system, result, style in _styled(results):
+        numbers = range(1, len(result.by_layer) + 1)
+        label = _label(f"{system} (mean {result.mean:.3g})", dict(zip(numbers, result.by_layer, strict=True)))
+        axes.plot(numbers, result.by_layer, label=label, markersize=5, **style)
+    _layer_axis(axes, max(len(result.by_layer) for result in results.values()))
+    _legend_below(figure)
+    return figure
+
+
+def receptive_fields(fields: Mapping[str, "ReceptiveField"], *, title: str) -> Figure:
+    """Draw cumulative normalised gradients with their thresholds and ERFs (Sandwich paper, Figures 4 to 7 and 11).
+
+    Args:
+        fields: For each system, what `receptive_field` found.
+        title: What the texts are.
+    """
+    figure, axes = _single(title)
+    for system, field, style in _styled(fields):
+        tokens = range(1, len(field.cumulative) + 1)
+        line = style | {"marker": None}
+        label = _label(f"{system}: ERF {field.erf} tokens", _points(field.cumulative, first=1))
+        axes.plot(tokens, field.cumulative.numpy(), label=label, **line)
+        at_erf = field.cumulative[field.erf - 1].item()
+        axes.vlines(field.erf, 0, at_erf, color=style["color"], linewidth=1)
+        axes.plot(field.erf, at_erf, color=style["color"], marker=style["marker"], zorder=3)
+    for threshold in sorted({field.threshold for field in fields.values()}):
+        axes.axhline(threshold, color="0.4", linewidth=1, zorder=1, label=f"threshold {threshold:g}")
+    lengths = {field.training_length for field in fields.values() if field.training_length is not None}
+    for length in sorted(lengths):
+        axes.axvline(length, color="0.4", linewidth=1, zorder=1, linestyle=":", label=f"training length {length}")
+    axes.set(xlabel="Newest tokens of the text", ylabel="Share of the gradient", ylim=(0, 1.03))
+    axes.set_xlim(left=0)
+    _legend_below(figure)
+    return figure
+
+
+def bias_matrices(matrices: Mapping[str, Tensor], *, title: str) -> Figure:
+    """Draw what position schemes add to attention scores (Sandwich paper, Figure 8).
+
+    Args:
+        matrices: For each scheme, the bias of one head for queries and keys from the start of a text, shape
+            `(query, key)`, as `model.position_bias` gives it. Keys after their query are left out.
+        title: Which heads and settings they are of.
+    """
+    columns = min(4, len(matrices))
+    rows = -(-len(matrices) // columns)
+    figure = _figure((3.6 * columns + 0.4, 3.2 * rows + 0.4), title)
+    for place, (scheme, matrix) in enumerate(matrices.items(), start=1):
+        axes = figure.add_subplot(rows, columns, place)
+        seen = visible("full", None, torch.arange(matrix.shape[0]), torch.arange(matrix.shape[1]))
+        image = axes.imshow(matrix.cpu().masked_fill(~seen, torch.nan).numpy(), cmap=_ORDERED, interpolation="nearest")
+        axes.set(xlabel="Key (position)", ylabel="Query (position)")
+        axes.set_title(_printable(scheme), parse_math=False)
+        figure.colorbar(image, ax=axes, label="Added to the score", shrink=0.8)
+    return figure
+
+
+def bias_by_distance(biases: Mapping[str, Tensor], *, title: str, fit: bool = False) -> Figure:
+    """Draw what position schemes add to attention scores by distance (Sandwich paper, Figures 9 and 10).
+
+    Args:
+        biases: For each scheme, the bias of one head at distances 0, 1, …, shape `(distances,)`.
+        title: Which heads and settings they are of.
+        fit: Whether to draw the logarithmic curve nearest to each; see [`logarithmic_fit`].
+    """
+    figure, axes = _single(title)
+    _draw_by_distance(axes, biases)
+    for bias in biases.values() if fit else ():
+        if bias.isfinite().sum() < _POINTS_OF_A_FIT:
+            continue
+        slope, offset = logarithmic_fit(bias)
+        sign = "-" if offset < 0 else "+"
+        curve = slope * torch.arange(len(bias)).log1p() + offset
+        axes.plot(curve.numpy(), color="black", linewidth=1, label=f"{slope:.3f} log(1 + n) {sign} {abs(offset):.3f}")
+    axes.set(ylabel="Added to the attention score")
+    _legend_below(figure)
+    return figure
+
+
+def logarithmic_fit(bias: Tensor) -> tuple[float, float]:
+    """Return the a and c for which a · log(1 + n) + c is nearest to a bias (Sandwich paper, §6.3; least squares).
+
+    Args:
+        bias: Bias at distances n = 0, 1, …, shape `(distances,)`; values that are not finite do not count.
+
+    Raises:
+        ValueError: If fewer than two values are finite.
+    """
+    values = bias.cpu().double().numpy()
+    counted = np.isfinite(values)
+    if counted.sum() < _POINTS_OF_A_FIT:
+        raise ValueError(f"bias has {counted.sum()} finite values; a logarithmic curve needs at least two.")
+    slope, offset = np.polyfit(np.log1p(np.arange(len(values)))[counted], values[counted], deg=1)
+    return float(slope), float(offset)
+
+
+def attention_patterns(config: LexConfig, length: int) -> Figure:
+    """Draw which keys each query sees under each attention pattern (LEX paper, Figure 3).
+
+    Args:
+        config: Its training length, block length and window are drawn.
+        length: Number of tokens of the text; up to a hundred can be told apart.
+    """
+    figure = _figure((10, 4), f"Which keys a query sees, training length {config.training_length}")
+    block, positions = config.attention_span("blockwise") or 1, torch.arange(length)
+    age = (positions[:, None] // block - positions // block).clamp(max=len(_AGES) - 1)
+    for axes, pattern in zip(figure.subplots(1, len(ATTENTION_PATTERNS)), ATTENTION_PATTERNS, strict=True):
+        span = config.attention_span(pattern)
+        seen = visible(pattern, span, positions, positions)
+        shades = ListedColormap(list(_AGES.values()))
+        shown = age.double().masked_fill(~seen, torch.nan).numpy()
+        axes.imshow(shown, cmap=shades, vmin=-0.5, vmax=len(_AGES) - 0.5, interpolation="nearest")
+        _grid_of_blocks(axes, length, block)
+        axes.set(title=pattern if span is None else f"{pattern}, {_SPANS[pattern]} {span}")
+        axes.set(xlabel="Key (position)", ylabel="Query (position)")
+    handles = [Patch(facecolor=colour, label=name) for name, colour in _AGES.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=len(_AGES), frameon=False)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> Path:
+    """Write a figure as PNG; the file appears under its name only when it is whole."""
+    with whole_file(path) as place, place.open("wb") as file:
+        FigureCanvasAgg(figure).print_png(file)
+    return path
+
+
+# From dark to light, so that they stay apart in print.
+_AGES = {"key in the query's own block": "#0072B2", "in the block before": "#56B4E9", "further back": "#F0E442"}
+_SPANS = {"blockwise": "blocks of", "sliding": "window of"}
+_PLACES_NAMED = 3
+_POINTS_OF_A_FIT = 2
+_AS_GOOD_AS_INFINITE = 1e300  # beyond, the limits of an axis overflow
+
+
+def _styled(curves: Mapping[str, _Curve]) -> Iterator[tuple[str, _Curve, dict[str, Any]]]:
+    for (name, curve), style in zip(curves.items(), cycle(STYLES), strict=False):
+        yield name, curve, style
+
+
+def _finite(values: Mapping[int, _Value]) -> dict[int, _Value]:
+    """What can be drawn: finite numbers, and pairs of them."""
+    return {place: value for place, value in values.items() if (np.abs(value) < _AS_GOOD_AS_INFINITE).all()}
+
+
+def _heights(values: Mapping[int, float]) -> list[float]:
+    """The values, NaN where nothing can be drawn."""
+    finite = _finite(values)
+    return [finite.get(place, math.nan) for place in values]
+
+
+def _points(curve: Tensor, *, first: int = 0) -> dict[int, float]:
+    return dict(enumerate(curve.tolist(), start=first))
+
+
+def _label(name: str, curve: Mapping[int, float]) -> str:
+    """The name of a curve, and where it is not drawn."""
+    missing = [place for place, height in zip(curve, _heights(curve), strict=True) if math.isnan(height)]
+    text = _printable(f" {name}" if name.startswith("_") else name)  # a legend leaves out what begins with _
+    if not missing:
+        return text
+    more = ", …" if len(missing) > _PLACES_NAMED else ""
+    return f"{text} (not finite at {', '.join(map(str, missing[:_PLACES_NAMED]))}{more})"
+
+
+def _printable(text: str) -> str:
+    """Escape halves of surrogate pairs, as names of files have them that are not UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _figure(size: tuple[float, float], title: str) -> Figure:
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(_printable(title), parse_math=False)  # a dollar sign in a path is no formula
+    return figure
+
+
+def _as_written(legend: Legend) -> None:
+    for text in legend.get_texts():
+        text.set_parse_math(False)
+
+
+def _single(title: str) -> tuple[Figure, Axes]:
+    figure = _figure((7, 4.6), title)
+    axes = figure.subplots()
+    axes.grid(visible=True, color="0.92")
+    return figure, axes
+
+
+def _draw_by_distance(axes: Axes, curves: Mapping[str, Tensor]) -> None:
+    for name, curve, style in _styled(curves):
+        label, every = _label(name, _points(curve)), max(1, len(curve) // 8)
+        axes.plot(curve.cpu().numpy(), label=label, markersize=5, markevery=every, linewidth=1.2, **style)
+    axes.set(xlabel="Distance n (tokens)")
+
+
+def _layer_axis(axes: Axes, layers: int) -> None:
+    axes.axhline(0, color="0.6", linewidth=1, zorder=0)
+    axes.set(xlabel="Layer", ylabel="Attention resolution R(s)", xticks=_whole_numbers(layers), axisbelow=True)
+    axes.grid(visible=True, axis="y", color="0.92")
+
+
+def _whole_numbers(last: int) -> Iterable[int]:
+    """Up to a dozen ticks from 1 on."""
+    return range(1, last + 1, -(-last // 12))
+
+
+def _grid_of_blocks(axes: Axes, length: int, block: int) -> None:
+    for border in range(block, length, block):
+        axes.axvline(border - 0.5, color="0.5", linewidth=0.6)
+        axes.axhline(border - 0.5, color="0.5", linewidth=0.6)
+    axes.set(xticks=range(0, length, block), yticks=range(0, length, block))
+
+
+def _mark_training_length(axes: Axes, length: int) -> None:
+    axes.annotate(
+        f"training length {length}",
+        (length, 1),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, -12),
+        textcoords="offset points",
+        color="0.35",
+        bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
+    )
+
+
+def _legend_below(figure: Figure) -> None:
+    """A legend outside of the axes, where it covers no curve."""
+    _as_written(figure.legend(loc="outside lower center", ncols=2, frameon=False))

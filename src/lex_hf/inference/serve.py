@@ -1,0 +1,92 @@
+"""Serve a model over HTTP: `transformers serve`, which knows only transformers' own classes, with LEX shown to it."""
+
+import importlib
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import typer
+from transformers import AutoConfig, AutoTokenizer
+from transformers.utils import logging
+from transformers.utils.import_utils import is_serve_available
+
+from lex_hf.evaluation.loading import check_checkpoint, plain
+from lex_hf.model.modeling_lex import LexForCausalLM
+
+logger = logging.get_logger(__name__)
+
+
+def serve(model: str, *, host: str = "localhost", port: int = 8000, options: Sequence[str] = ()) -> None:
+    """Serve a model with an API like OpenAI's, until the process is interrupted.
+
+    Chat, completions, both with streaming, and the list of models, which holds this one. `transformers chat MODEL
+    http://HOST:PORT` and OpenAI's clients talk to it. Requests are answered one after the other, each with a cache of
+    constant size.
+
+    Args:
+        model: Folder or Hub id of a causal language model with its tokenizer, LEX or one of transformers' own;
+            `id@revision` names a revision. Chat needs a tokenizer with a chat template.
+        host: Address to listen on.
+        port: Port to listen on.
+        options: Further options of the command `transformers serve`, as typed, say `["--device", "cuda:1"]`.
+
+    Raises:
+        ImportError: If the packages of `transformers[serving]` are not installed; the message says how to get them.
+        ValueError: For continuous batching, which LEX has not, or a model that is not there, cannot be served, or
+            lacks weights.
+    """
+    _check_options(model, options)
+    if not is_serve_available():
+        raise ImportError("Serving needs more packages: pip install 'transformers[serving]'")
+    # Not `import transformers...`: what the server looks models up in is the module object that it has itself.
+    manager = importlib.import_module("transformers.cli.serving.model_manager")
+    manager.transformers.LexForCausalLM = LexForCausalLM
+    _check_model(model, manager)
+    # Its own list is that of the Hub's cache, none of which a server of one model would answer for.
+    entry = {"id": model, "object": "model", "owned_by": "", "created": int(time.time())}
+    manager.ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [entry])
+
+    command = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+    command.command()(importlib.import_module("transformers.cli.serve").Serve)
+    arguments = [model, "--host", host, "--port", str(port), *options]
+    command(arguments, prog_name="lex-hf serve", standalone_mode=False)
+
+
+def _check_options(model: str, options: Sequence[str]) -> None:
+    """Refuse what cannot work, before anything is loaded."""
+    if model.startswith("-"):
+        raise ValueError(f"{model} stands where MODEL should: lex-hf serve MODEL, and then the options.")
+    for option in options:
+        if option.startswith(("--continuous-batching", "--cb-")):
+            raise ValueError(
+                f"{option}: continuous batching pages the cache, and a page knows no blocks of LEX. Leave it out: "
+                "requests are then answered one after the other. For many prompts at once, call model.generate() "
+                "with a left-padded batch."
+            )
+
+
+def _check_model(model: str, manager: ModuleType) -> None:
+    """Refuse what the server would fail on with a traceback; say so if it cannot chat."""
+    name, _, revision = model.partition("@")
+    try:
+        config = AutoConfig.from_pretrained(name, revision=revision or "main")
+        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
+    except Exception as error:  # damaged files make the libraries raise anything
+        raise ValueError(f"{model} is not a folder or Hub id of a model with its tokenizer: {plain(error)}") from error
+    architecture = (config.architectures or ["no architecture"])[0]
+    known = getattr(manager.transformers, architecture, None)
+    if known is None or not known.can_generate():
+        raise ValueError(
+            f"{model} holds {architecture}, which cannot be served: it must be LexForCausalLM or another model of "
+            "transformers that generates."
+        )
+    if getattr(config, "quantization_config", None) is None:  # such weights have other names and shapes
+        check_checkpoint(known, name, revision=revision or "main")
+    if tokenizer.chat_template is None:
+        where = f"{name}/chat_template.jinja" if Path(name).is_dir() else "tokenizer.chat_template, and save it"
+        logger.warning(
+            "The tokenizer of %s has no chat template: completions work, chat does not. To chat, write one to %s.",
+            model,
+            where,
+        )

@@ -1,0 +1,152 @@
+"""Tiny experiments on two CPU cores: models of 0.5 million parameters on the sources of Python's standard library.
+
+Nothing is downloaded, and what a model is tested on it was never trained on.
+"""
+
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from datasets import Dataset
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from lex_hf import LexConfig, LexForCausalLM
+from lex_hf.data.documents import load_documents, pack
+from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.evaluation.perplexity import compute_perplexity
+from lex_hf.training.trainer import TrainingInterrupted, TrainingResult, last_checkpoint, train, training_arguments
+
+TRAINING_LENGTH = 128
+LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
+
+LARGEST_SEED = 2**32 - 1  # of NumPy
+MOST_STEPS = 10**9
+
+# Parts of the standard library that are not ordinary code: tests, other people's packages, tables.
+_LEFT_OUT = {"encodings", "idlelib", "lib2to3", "site-packages", "dist-packages", "test", "tests", "turtledemo"}
+_LONG_FILE, _EVERY = 40_000, 4  # of the files of at least 40 000 bytes, every fourth is held back
+_BYTES_OF_A_TEST_FILE = 16_384
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files of the standard library: those to train on, those held back, and a long one, held back too."""
+
+    train: list[Path]
+    test: list[Path]
+    long: Path
+
+    def examples(self) -> Dataset:
+        """The training files as packed examples of `TRAINING_LENGTH` bytes."""
+        filled = [path for path in self.train if path.stat().st_size]
+        return pack(load_documents(filled), byte_tokenizer(), TRAINING_LENGTH)
+
+    def test_texts(self) -> list[str]:
+        """The beginnings of the held-back files."""
+        return [path.read_bytes()[:_BYTES_OF_A_TEST_FILE].decode(errors="ignore") for path in self.test]
+
+
+def standard_library() -> Corpus:
+    """Split the sources of Python's standard library by file; what is held back is long."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        path
+        for path in sorted(root.rglob("*.py"))
+        if not _LEFT_OUT & set(path.relative_to(root).parts) and not path.name.startswith("_sysconfigdata")
+    ]
+    top = [path for path in files if path.parent == root and path.stat().st_size >= _LONG_FILE]
+    longest = max(top, key=lambda path: path.stat().st_size)
+    test = [path for path in top[::_EVERY] if path != longest]
+    return Corpus([path for path in files if path not in (*test, longest)], test, longest)
+
+
+def check_steps(steps: int) -> None:
+    """Check a number of optimiser steps.
+
+    Raises:
+        ValueError: If it is not from 1 to `MOST_STEPS`.
+    """
+    if not 1 <= steps <= MOST_STEPS:
+        raise ValueError(f"steps = {steps}: it must be from 1 to {MOST_STEPS}.")
+
+
+def check_seeds(seeds: Sequence[int]) -> None:
+    """Check seeds of several trainings.
+
+    Raises:
+        ValueError: If there are none, one is there twice, or one is not from 0 to `LARGEST_SEED`.
+    """
+    if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) > LARGEST_SEED:
+        raise ValueError(
+            f"seeds = {', '.join(map(str, seeds)) or 'none'}: they must be different, from 0 to {LARGEST_SEED}, and "
+            "one at least."
+        )
+
+
+def tiny_config(scheme: str, **fields: Any) -> LexConfig:
+    """A model of bytes with 4 layers of 96, l = 128, and a position scheme; `fields` are added.
+
+    Distances scale with l: B = l/2 as in the LEX paper, and T5's last bucket begins at l/4 as in the Sandwich paper,
+    whose T5 baseline also multiplies the table by √head_dim; unscaled, few steps teach it next to nothing.
+    """
+    return LexConfig(
+        vocab_size=257,
+        hidden_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        intermediate_size=384,
+        training_length=TRAINING_LENGTH,
+        position_embedding_type=scheme,
+        xpos_scale_base=TRAINING_LENGTH // 2,
+        t5_max_distance=TRAINING_LENGTH // 4,
+        t5_scaled=True,
+        bos_token_id=256,
+        eos_token_id=256,
+        pad_token_id=256,
+        **fields,
+    )
+
+
+def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int, seed: int = 0) -> TrainingResult:
+    """Train a model, 16 examples a step, and save it in `folder`; from the last checkpoint there, if there is one.
+
+    Raises:
+        KeyboardInterrupt: If training was stopped; the same call goes on from its checkpoint.
+    """
+    set_seed(seed)
+    model = LexForCausalLM(config)
+    arguments = training_arguments(
+        folder,
+        max_steps=steps,
+        per_device_train_batch_size=16,
+        learning_rate=2e-3,
+        warmup_steps=min(steps - 1, max(1, steps // 15)),
+        logging_steps=max(1, steps // 15),
+        save_strategy="no",
+        seed=seed,
+    )
+    try:
+        return train(model, byte_tokenizer(), examples, arguments, resume=last_checkpoint(folder) is not None)
+    except TrainingInterrupted as stopped:
+        raise KeyboardInterrupt(
+            f"Training was stopped after {stopped.steps} of {steps} steps, which are saved in {folder}."
+        ) from stopped
+
+
+def perplexity_by_length(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], lengths: Sequence[int]
+) -> dict[int, float]:
+    """Perplexity under the protocol `chunked` at each length, over the same bytes; lengths past the model's end miss.
+
+    A model with learned positions has no perplexity beyond its table: it ends with an error, and so does this dict.
+    """
+    curve = {}
+    for length in lengths:
+        if model.config.position_embedding_type == "learned" and length > model.config.training_length:
+            break
+        batch_size = max(1, 8192 // length)
+        result = compute_perplexity(model, tokenizer, texts, length=length, batch_size=batch_size, progress=False)
+        curve[length] = result.perplexity
+    return curve

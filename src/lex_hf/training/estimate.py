@@ -1,0 +1,268 @@
+"""What a training will take: parameters, tokens, memory and arithmetic, before anything starts."""
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from lex_hf.model.configuration_lex import LexConfig
+from lex_hf.model.modeling_lex import LexForCausalLM
+
+# Bytes that an optimiser keeps for a parameter in float32; others are not estimated.
+_OPTIMIZER_BYTES = {"adamw_torch": 8, "adamw_torch_fused": 8, "sgd": 0, "adagrad": 4}
+
+HOW_MEMORY_IS_ESTIMATED = (
+    "Weights and gradients: 4 bytes for each parameter. Optimiser: 8 bytes more for AdamW. Activations: the bytes "
+    "that PyTorch keeps for the backward pass of one batch, counted in a forward pass of this very model on tensors "
+    "without storage (with activation checkpointing: what the layers hand on, and one layer in full), and the "
+    "gradient of the logits where they exist. Not counted: workspaces of kernels, buffers of communication, "
+    "fragmentation, and what the device's own software takes."
+)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one device.
+
+    Attributes:
+        weights: Parameters.
+        gradients: Their gradients.
+        optimizer: State of the optimiser; `None` if it is one that is not known here.
+        activations: What the backward pass needs of one batch.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int | None
+    activations: int
+
+    @property
+    def total(self) -> int:
+        """The sum of what is known."""
+        return self.weights + self.gradients + (self.optimizer or 0) + self.activations
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a training will take.
+
+    Attributes:
+        parameters: Parameters of the model.
+        parameters_without_embeddings: Those that are no embedding of tokens or positions, and no head.
+        devices: Devices that train.
+        batch_size: Examples that a device takes at once.
+        accumulation: Batches that a device takes for a step.
+        examples_per_step: Examples in an optimiser step, over all devices.
+        tokens_per_step: Tokens in a step, over all devices.
+        steps: Optimiser steps; `None` if the number of epochs decides.
+        tokens: Tokens of all steps.
+        memory: Bytes on each device.
+        flops_per_token: Floating-point operations for a token, forward and backward: 6 for each parameter that it is
+            multiplied with, and 12 x hidden_size for each key that a query sees, in each layer.
+        flops: The same for all tokens.
+    """
+
+    parameters: int
+    parameters_without_embeddings: int
+    devices: int
+    batch_size: int
+    accumulation: int
+    examples_per_step: int
+    tokens_per_step: int
+    steps: int | None
+    tokens: int | None
+    memory: Memory
+    flops_per_token: int
+    flops: int | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all numbers, as JSON can hold them."""
+        numbers = asdict(self)
+        numbers["memory"] |= {"total": self.memory.total, "method": HOW_MEMORY_IS_ESTIMATED}
+        return numbers
+
+
+def estimate(
+    config: LexConfig,
+    *,
+    length: int,
+    batch_size: int,
+    accumulation: int = 1,
+    devices: int = 1,
+    steps: int | None = None,
+    optimizer: str = "adamw_torch",
+    mixed_precision: bool = False,
+    activation_checkpointing: bool = False,
+    sharded: bool = False,
+) -> Estimate:
+    """Estimate what a training will take; no memory is used and nothing is computed for it.
+
+    Args:
+        config: Configuration of the model.
+        length: Tokens in an example.
+        batch_size: Examples that a device takes at once.
+        accumulation: Batches that a device takes for a step.
+        devices: Devices that train.
+        steps: Optimiser steps.
+        optimizer: Name of the optimiser, as `TrainingArguments.optim` has it.
+        mixed_precision: Whether the forward pass runs in bfloat16 or float16.
+        activation_checkpointing: Whether layers are computed again in the backward pass.
+        sharded: Whether weights, gradients and optimiser are shared out between the devices (FSDP).
+
+    Raises:
+        ValueError: If a number is less than 1, or too large for anything that there is.
+    """
+    for name, value in (
+        ("length", length),
+        ("batch_size", batch_size),
+        ("accumulation", accumulation),
+        ("devices", devices),
+        ("steps", steps),
+    ):
+        if value is not None and not 1 <= value < 2**53:
+            raise ValueError(f"{name} = {reprlib.repr(value)}: it must be at least 1 and less than 2**53.")
+    widest = max(config.vocab_size, config.hidden_size, config.intermediate_size)
+    if batch_size * length * max(widest, config.num_attention_heads * length) >= 2**60:
+        raise ValueError(
+            f"A batch of {batch_size} x {length} tokens, with {widest} values for each, is too large for any device."
+        )
+    counts = _count_parameters(config)
+    shards = devices if sharded else 1
+    per_parameter = _OPTIMIZER_BYTES.get(optimizer)
+    weights = 4 * -(-counts["all"] // shards)
+    memory = Memory(
+        weights=weights,
+        gradients=weights,
+        optimizer=None if per_parameter is None else per_parameter * weights // 4,
+        activations=activation_bytes(
+            config, batch_size, length, mixed_precision=mixed_precision, checkpointing=activation_checkpointing
+        ),
+    )
+    examples = batch_size * accumulation * devices
+    tokens = None if steps is None else steps * examples * length
+    keys = sum(visible_keys(config, pattern, length) for pattern in config.layer_patterns)
+    flops_per_token = 6 * counts["multiplied"] + round(12 * config.hidden_size * keys)
+    return Estimate(
+        parameters=counts["all"],
+        parameters_without_embeddings=counts["inner"],
+        devices=devices,
+        batch_size=batch_size,
+        accumulation=accumulation,
+        examples_per_step=examples,
+        tokens_per_step=examples * length,
+        steps=steps,
+        tokens=tokens,
+        memory=memory,
+        flops_per_token=flops_per_token,
+        flops=None if tokens is None else tokens * flops_per_token,
+    )
+
+
+def visible_keys(config: LexConfig, pattern: str, length: int) -> float:
+    """Mean number of keys that a query of an attention pattern sees, over the tokens of one text."""
+    span = config.attention_span(pattern)
+    if span is None or span >= length:
+        return (length + 1) / 2
+    if pattern == "sliding":
+        return span - span * (span - 1) / (2 * length)  # the first span tokens see one key more each
+    blocks, rest = divmod(length, span)
+    own = blocks * span * (span + 1) / 2 + rest * (rest + 1) / 2
+    return (own + span * (length - span)) / length  # from the second block on, the whole block before
+
+
+def activation_bytes(
+    config: LexConfig, batch_size: int, length: int, *, mixed_precision: bool, checkpointing: bool
+) -> int:
+    """Bytes that the backward pass of a batch needs, beside parameters and their gradients."""
+    layers = config.num_hidden_layers
+    kept = _saved_bytes(config, batch_size, length, mixed_precision)
+    if checkpointing:
+        # What lies between the layers stays; within them, one at a time.
+        shallow = LexConfig(**{**_fields(config), "num_hidden_layers": 1})
+        outside = 2 * _saved_bytes(shallow, batch_size, length, mixed_precision) - _saved_bytes(
+            LexConfig(**{**_fields(config), "num_hidden_layers": 2}), batch_size, length, mixed_precision
+        )
+        layer = (kept - outside) // layers
+        kept = outside + layer + layers * batch_size * length * config.hidden_size * 4
+    logits = 0 if config.chunked_loss else batch_size * length * config.vocab_size * 4
+    return kept + logits
+
+
+def _fields(config: LexConfig) -> dict[str, Any]:
+    values = config.to_dict()
+    return {name: values[name] for name in LexConfig.__annotations__ if name in values}
+
+
+def _count_parameters(config: LexConfig) -> dict[str, int]:
+    model = _without_storage(config)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    total = sum(sizes.values())
+    positions = sum(size for name, size in sizes.items() if name.startswith("model.positions."))
+    table = sizes["model.embed_tokens.weight"]
+    # A tied table is counted once, and multiplies as the head.
+    head = sizes.get("lm_head.weight", table)
+    inner = total - table - positions - sizes.get("lm_head.weight", 0)
+    return {"all": total, "inner": inner, "multiplied": inner + head}
+
+
+def _without_storage(config: LexConfig) -> LexForCausalLM:
+    try:
+        with torch.device("meta"):
+            return LexForCausalLM(config)
+    except (RuntimeError, OverflowError, TypeError) as error:  # sizes that PyTorch cannot even count
+        raise ValueError(f"A model of these sizes cannot be made: {str(error).splitlines()[0]}") from error
+
+
+def _saved_bytes(config: LexConfig, batch_size: int, length: int, mixed_precision: bool) -> int:
+    """Bytes of all tensors that the forward pass keeps for the backward pass, less the parameters."""
+    if config.position_embedding_type == "learned":
+        # They look at the positions, which have no storage either, and keep next to nothing.
+        config = LexConfig(**{**_fields(config), "position_embedding_type": "none"})
+    model = _without_storage(config).train()
+    with FakeTensorMode():
+        parameters = {name: torch.empty(each.shape, requires_grad=True) for name, each in model.named_parameters()}
+        embedded = torch.empty(batch_size, length, config.hidden_size, requires_grad=True)
+        labels = torch.empty(batch_size, length, dtype=torch.long)
+        options = {"inputs_embeds": embedded, "labels": labels, "use_cache": False}
+        with (
+            count_saved_bytes(parameters) as saved,
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed_precision),
+        ):
+            loss = torch.func.functional_call(model, parameters, (), options).loss
+        assert loss.requires_grad
+        return saved.total
+
+
+class count_saved_bytes:  # noqa: N801 - a context manager, like those of torch
+    """Counts, while the context lasts, the bytes of what autograd keeps; each storage once.
+
+    Args:
+        parameters: Tensors that are there anyway.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        self._apart = {each.untyped_storage()._cdata for each in parameters.values()}
+        self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no two have the same address
+        self._hooks = saved_tensors_hooks(self._keep, lambda tensor: tensor)
+
+    @property
+    def total(self) -> int:
+        """Bytes kept so far."""
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+    def __enter__(self) -> "count_saved_bytes":
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._apart:
+            self._storages[storage._cdata] = storage
+        return tensor

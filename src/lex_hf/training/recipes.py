@@ -1,0 +1,437 @@
+"""Recipes: a whole training in one readable file, from the sizes of the model to the examples in a step."""
+
+import dataclasses
+import difflib
+import re
+import reprlib
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml  # type: ignore[import-untyped]
+from accelerate.utils import get_cpu_distributed_information
+from huggingface_hub.dataclasses import type_validator
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
+
+from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.evaluation.loading import plain
+from lex_hf.model.configuration_lex import LexConfig
+from lex_hf.training.estimate import Estimate, estimate
+from lex_hf.training.trainer import Change, training_arguments
+
+SECTIONS = ("model", "training", "data")
+
+# Fields of the model that belong to its tokenizer.
+_OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
+# Fields of TrainingArguments that are no part of a recipe, and what to use.
+_ELSEWHERE = {
+    "output_dir": "--output",
+    "resume_from_checkpoint": "--resume",
+    "gradient_accumulation_steps": "examples_per_step of data",
+    "ignore_data_skip": "nothing: it is chosen by what is resumed",
+    "include_num_input_tokens_seen": "nothing: all tokens are counted",
+    "restore_callback_states_from_checkpoint": "nothing: what is resumed is restored",
+    "auto_find_batch_size": "per_device_train_batch_size, so that a step has the examples that the recipe says",
+}
+# What this machine must have; nothing to ask of one that only plans.
+_OF_MACHINE: dict[str, Any] = {"bf16": False, "fp16": False, "tf32": None, "fsdp": None, "fsdp_config": None}
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """How texts become the examples of a step.
+
+    Attributes:
+        tokenizer: Folder or Hub id of a tokenizer, or `"bytes"` (one token per byte); `None` if one must be given.
+        length: Tokens in an example; the model's training length by default.
+        examples_per_step: Examples in an optimiser step, over all processes. By default as many as the devices take at
+            once.
+        separate_documents: Whether tokens see, and are predicted from, their own document only.
+        streaming: Whether documents are read while they are trained on, for what is larger than memory.
+        shuffle_buffer: Examples of a stream that are shuffled together.
+        text_field: Field of JSON lines, or column of a Hub dataset, that holds the text.
+        split: Split of a Hub dataset.
+    """
+
+    tokenizer: str | None = None
+    length: int | None = None
+    examples_per_step: int | None = None
+    separate_documents: bool = False
+    streaming: bool = False
+    shuffle_buffer: int = 1000
+    text_field: str = "text"
+    split: str = "train"
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ValueError: If one is too small.
+        """
+        for name, least in (("length", 2), ("examples_per_step", 1), ("shuffle_buffer", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"data.{name} = {value}: it must be at least {least}.")
+
+
+_KNOWN: dict[str, dict[str, Any]] = {
+    "model": dict(LexConfig.__annotations__),
+    "training": {each.name: each.type for each in dataclasses.fields(TrainingArguments)},
+    "data": {each.name: each.type for each in dataclasses.fields(DataSettings)},
+}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A training, as a recipe file tells it.
+
+    Attributes:
+        name: Where it comes from.
+        model: Fields of `LexConfig`.
+        training: Fields of `TrainingArguments`.
+        data: How texts become examples.
+    """
+
+    name: str
+    model: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    data: DataSettings = field(default_factory=DataSettings)
+
+    def override(self, assignments: Iterable[str]) -> "Recipe":
+        """Change fields.
+
+        Args:
+            assignments: `NAME=VALUE`, where the value is YAML, and the name a field of the model, the training or the
+                data, if need be with the section in front: `hidden_size=64`, `model.use_cache=false`.
+
+        Raises:
+            ValueError: If there is no such field, or the value has the wrong type.
+        """
+        sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+        for text in assignments:
+            key, equals, value = text.partition("=")
+            if not equals:
+                raise ValueError(f"--set {text}: it must be NAME=VALUE, as max_steps=2000.")
+            section, name = _locate(key.strip(), f"--set {text}")
+            sections[section][name] = _parse(value, f"--set {text}")
+        return self._with(sections, "--set")
+
+    def with_tokenizer(self, name: str) -> "Recipe":
+        """Take another tokenizer; what the recipe says of the vocabulary belongs to the one before."""
+        model = {key: value for key, value in self.model.items() if key not in _OF_TOKENIZER}
+        return dataclasses.replace(self, model=model, data=dataclasses.replace(self.data, tokenizer=name))
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """Load the tokenizer.
+
+        Raises:
+            ValueError: If the recipe names none.
+            OSError: If it cannot be loaded.
+        """
+        name = self.data.tokenizer
+        if name is None:
+            raise ValueError(
+                f"The recipe {self.name} names no tokenizer: give a folder or Hub id with --tokenizer. `lex-hf "
+                "tokenizer` trains one."
+            )
+        return load_tokenizer(name)
+
+    def config(self, tokenizer: PreTrainedTokenizerBase | None = None) -> LexConfig:
+        """Make the configuration of the model.
+
+        Args:
+            tokenizer: Tells what the recipe does not say of the vocabulary. Without one the recipe must say it.
+
+        Raises:
+            huggingface_hub.errors.StrictDataclassError: If a field has an impossible value.
+            ValueError: If nothing tells the size of the vocabulary.
+        """
+        if tokenizer is None and "vocab_size" not in self.model:
+            raise ValueError(f"The recipe {self.name} has no vocab_size, and there is no tokenizer to tell it.")
+        fields = dict(self.model)
+        if tokenizer is not None:
+            told = {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in _OF_TOKENIZER[1:]}
+            fields = told | fields
+        # A distance of half an example scales by ζ, as in the paper.
+        fields.setdefault("xpos_scale_base", fields.get("training_length", LexConfig.training_length) // 2)
+        return LexConfig(**fields)
+
+    def arguments(self, output_dir: str | Path) -> TrainingArguments:
+        """Make the arguments of the Trainer, with as many accumulated batches as a step needs on these devices.
+
+        Raises:
+            ValueError: If a value is impossible, or the examples of a step cannot be shared out evenly.
+        """
+        arguments = training_arguments(output_dir, **self.training)
+        devices = arguments.world_size * max(1, arguments.n_gpu)
+        arguments.gradient_accumulation_steps = self.accumulation(devices)
+        return arguments
+
+    def accumulation(self, devices: int) -> int:
+        """Batches that each device takes for a step.
+
+        Raises:
+            ValueError: If that is no whole number.
+        """
+        batch = self.setting("per_device_train_batch_size")
+        if batch < 1:
+            raise ValueError(f"per_device_train_batch_size = {batch}: it must be at least 1.")
+        wanted = self.data.examples_per_step
+        if wanted is None:
+            return 1
+        if wanted % (batch * devices):
+            raise ValueError(
+                f"examples_per_step = {wanted}: it must be a multiple of per_device_train_batch_size x devices = "
+                f"{batch} x {devices}. Change one of them with --set."
+            )
+        return wanted // (batch * devices)
+
+    def length(self, config: Any) -> int:
+        """Tokens in an example: what the recipe says, or else the training length of the model.
+
+        Raises:
+            ValueError: If neither tells.
+        """
+        length = self.data.length
+        if length is None:
+            length = getattr(config, "training_length", None)
+        if length is None:
+            raise ValueError(f"A {config.model_type} model has no training length: say --set length=1024.")
+        return int(length)
+
+    def estimate(self, config: LexConfig, devices: int | None = None) -> Estimate:
+        """Estimate what the training takes.
+
+        Args:
+            config: Configuration of the model.
+            devices: Devices that train; by default as many as there are here, or as a launcher started.
+
+        Raises:
+            ValueError: If the examples of a step cannot be shared out evenly.
+        """
+        if devices is None:
+            devices = max(get_cpu_distributed_information().world_size, torch.accelerator.device_count(), 1)
+        steps = self.setting("max_steps")
+        again = ("activation_checkpointing", "gradient_checkpointing")
+        return estimate(
+            config,
+            length=self.length(config),
+            batch_size=self.setting("per_device_train_batch_size"),
+            accumulation=self.accumulation(devices),
+            devices=devices,
+            steps=steps if steps > 0 else None,
+            optimizer=str(getattr(self.setting("optim"), "value", self.setting("optim"))),
+            mixed_precision=bool(self.setting("bf16") or self.setting("fp16")),
+            activation_checkpointing=any(self.setting(name) for name in again),
+            sharded=bool(self.setting("fsdp")),
+        )
+
+    def setting(self, name: str) -> Any:
+        """A field of the training: what the recipe says, or else the default of `TrainingArguments`."""
+        default = next(each.default for each in dataclasses.fields(TrainingArguments) if each.name == name)
+        return self.training.get(name, default)
+
+    def check_training(self) -> None:
+        """Let `TrainingArguments` check all values but those that ask for abilities of this machine."""
+        training_arguments("plan", **(self.training | _OF_MACHINE))
+
+    def to_yaml(self, config: LexConfig | None = None, changes: Iterable[Change] = ()) -> str:
+        """Write the recipe, with all fields of the model if its configuration is given.
+
+        Args:
+            config: Configuration of the model.
+            changes: What was changed while the training was resumed: for comments at the beginning, since the values
+                of the recipe are those of the last steps.
+        """
+        model = self.model
+        if config is not None:
+            values = config.to_dict()
+            model = {name: values[name] for name in _KNOWN["model"] if name in values}
+        sections = {"model": model, "training": self.training, "data": dataclasses.asdict(self.data)}
+        comments = [f"# Resumed with changes: {change}.".replace("\n", " ") + "\n" for change in changes]
+        text: str = yaml.safe_dump(sections, sort_keys=False, default_flow_style=False)
+        return "".join(comments) + text
+
+    def _with(self, sections: Mapping[str, dict[str, Any]], where: str) -> "Recipe":
+        for section, fields in sections.items():
+            for name, value in fields.items():
+                _check(section, name, value, where)
+        return Recipe(
+            name=self.name,
+            model=self.model | sections["model"],
+            training=self.training | sections["training"],
+            data=dataclasses.replace(self.data, **sections["data"]),
+        )
+
+
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """Load a tokenizer.
+
+    Args:
+        name: Folder or Hub id, or `"bytes"`.
+
+    Raises:
+        ValueError: If there is none; the message says what was looked for.
+    """
+    if name == "bytes":
+        return byte_tokenizer()
+    missing = f"{name}: no tokenizer that loads. Give a folder or Hub id that has one with --tokenizer."
+    try:
+        words = AutoTokenizer.from_pretrained(name)
+    except Exception as error:  # damaged files make the libraries raise anything
+        raise ValueError(f"{missing} ({plain(error)})") from error
+    # Of a model without one, transformers makes a tokenizer that knows the special tokens only.
+    if len(words) <= len(words.all_special_tokens):
+        raise ValueError(missing)
+    return words
+
+
+def model_fields(assignments: Iterable[str]) -> dict[str, Any]:
+    """Read fields of `LexConfig` that are written as for [`Recipe.override`].
+
+    Raises:
+        ValueError: If one is no field of the model.
+    """
+    recipe = Recipe("--set").override(assignments)
+    if recipe.training or recipe.data != DataSettings():
+        raise ValueError("--set takes the fields of LexConfig here, as training_length=512.")
+    return recipe.model
+
+
+def recipe_names() -> list[str]:
+    """The names of the recipes that come with the package."""
+    files = (resources.files("lex_hf.training") / "presets").iterdir()
+    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+
+
+def load_recipe(name: str | Path) -> Recipe:
+    """Read a recipe.
+
+    Args:
+        name: The name of one that comes with the package, or the path of a YAML file with the sections `model` (fields
+            of `LexConfig`), `training` (fields of `TrainingArguments`) and `data` (fields of `DataSettings`).
+
+    Raises:
+        ValueError: If there is none of that name, it is no YAML, has a key that nothing knows, or a value of the wrong
+            type; the message tells where, and what is allowed.
+    """
+    where = str(name)
+    if where in recipe_names():
+        text = (resources.files("lex_hf.training") / "presets" / f"{where}.yaml").read_text(encoding="utf-8")
+    elif Path(name).is_file() and Path(name).suffix in (".yaml", ".yml"):
+        text = _read(Path(name))
+    else:
+        raise ValueError(_no_recipe(where))
+    sections = _parse(text, where) or {}
+    if not isinstance(sections, dict):
+        raise ValueError(
+            f"{where}: a recipe has the sections {', '.join(SECTIONS)}; this is {type(sections).__name__}."
+        )
+    for section, fields in sections.items():
+        if section not in SECTIONS:
+            raise ValueError(f"{where}: no section {section!r}; {_nearest(str(section), SECTIONS)}.")
+        if not isinstance(fields, dict | None):
+            raise ValueError(f"{where}: the section {section!r} must hold fields, as max_steps: 2000.")
+    return Recipe(where)._with({name: sections.get(name) or {} for name in SECTIONS}, where)
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no recipe: it is not UTF-8 text (byte {error.start}).") from error
+
+
+def _no_recipe(name: str) -> str:
+    shipped = ", ".join(recipe_names())
+    close = difflib.get_close_matches(name, recipe_names(), n=1)
+    if Path(name).exists():
+        return (
+            f"{name} is no recipe, which is a .yaml file or one of {shipped}. To train on {name}, put a recipe in "
+            f"front: lex-hf train tiny {name} --output DIR."
+        )
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"There is no recipe {name!r}.{hint} A recipe is one of {shipped}, or the path of a .yaml file."
+
+
+def _locate(key: str, where: str) -> tuple[str, str]:
+    """Find the section of a field."""
+    section, dot, name = key.partition(".")
+    if dot and section in SECTIONS:
+        _check_name(section, name, where)
+        return section, name
+    found = [section for section in SECTIONS if key in _KNOWN[section]]
+    if not found:
+        everything = [name for section in SECTIONS for name in _KNOWN[section]]
+        raise ValueError(f"{where}: no field of a recipe is called {key!r}; {_nearest(key, everything)}.")
+    if len(found) > 1:
+        raise ValueError(f"{where}: it may mean {' or '.join(f'{each}.{key}' for each in found)}; write which.")
+    return found[0], key
+
+
+def _check_name(section: str, name: str, where: str) -> None:
+    if not isinstance(name, str) or name not in _KNOWN[section]:
+        raise ValueError(f"{where}: {section} has no field {name!r}; {_nearest(str(name), _KNOWN[section])}.")
+    if section == "training" and name in _ELSEWHERE:
+        raise ValueError(f"{where}: {name} is no part of a recipe; use {_ELSEWHERE[name]}.")
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    names = list(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    if close:
+        return f"the closest that there is: {close[0]!r}"
+    return f"there are: {', '.join(names)}" if len(names) < 10 else "see the fields of LexConfig and TrainingArguments"
+
+
+def _check(section: str, name: str, value: Any, where: str) -> None:
+    _check_name(section, name, where)
+    kind = _KNOWN[section][name]
+    if type(value) is int and abs(value) >= 2**63:
+        raise ValueError(f"{where}: {section}.{name} = {reprlib.repr(value)} is too large a number.")
+    # A whole number will do where TrainingArguments wants a float.
+    candidates = [value, float(value)] if type(value) is int else [value]
+    for candidate in candidates:
+        try:
+            type_validator(name, candidate, kind)
+        except TypeError:
+            continue
+        return
+    wanted = getattr(kind, "__name__", str(kind)) if not typing.get_args(kind) else str(kind)
+    raise ValueError(
+        f"{where}: {section}.{name} = {reprlib.repr(value)} is {type(value).__name__}; it must be {wanted}."
+    )
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people read it: 1e-4 is a number, yes and no are words, and no key stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping, unless a key would be lost."""
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = [key for index, key in enumerate(keys) if key in keys[:index]]
+        if twice:
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+_BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _FLOAT)]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_BOOL, re.compile(r"true|false"), list("tf"))
+_Loader.add_implicit_resolver(
+    _FLOAT, re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|[-+]?\.(inf|nan)$"), list("-+.0123456789")
+)
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_Loader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the last two of numbers and brackets without end
+        raise ValueError(f"{where}: no YAML: {error}") from error

@@ -1,0 +1,114 @@
+"""Attention functions other than eager and sdpa: exactly what blockwise attention needs, or a clear refusal."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.models import random_ids, tiny_model
+from torch._inductor import exc
+from transformers import AttentionInterface
+
+from lex_hf import LexForCausalLM
+
+FLASH = "flash_attention_by_the_book"
+
+
+def flash_by_the_book(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    is_causal: bool,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """What flash attention computes: no mask, and causality counted from the last key back."""
+    assert attention_mask is None
+    scores = query @ key.transpose(2, 3) * scaling
+    if is_causal:
+        queries, keys = scores.shape[-2:]
+        hidden = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+        scores = scores.masked_fill(hidden, float("-inf"))
+    return (scores.softmax(dim=-1) @ value).transpose(1, 2), None
+
+
+AttentionInterface.register(FLASH, flash_by_the_book)
+
+
+def with_function(name: str, **fields: Any) -> LexForCausalLM:
+    model = tiny_model(dtype=torch.float64, **fields)
+    model.config._attn_implementation = name
+    return model
+
+
+@pytest.mark.parametrize("fields", [{}, {"attention_pattern": "full"}, {"position_embedding_type": "sinusoidal"}])
+def test_flash_attention_needs_no_mask_for_blocks(fields: dict[str, Any]) -> None:
+    ids, model = random_ids(2, 40), with_function(FLASH, **fields)
+    with torch.no_grad():
+        expected = tiny_model(dtype=torch.float64, **fields)(ids).logits
+        torch.testing.assert_close(model(ids).logits, expected, atol=1e-9, rtol=0)
+        for size in (1, 3, 7, 18):
+            outputs, cache = [], None
+            for start in range(0, 40, size):
+                output = model(ids[:, start : start + size], past_key_values=cache)
+                outputs.append(output.logits)
+                cache = output.past_key_values
+            torch.testing.assert_close(torch.cat(outputs, dim=1), expected, atol=1e-9, rtol=0)
+
+
+def test_flash_attention_reads_padded_batches() -> None:
+    ids, mask = random_ids(2, 40), torch.ones(2, 40)
+    mask[1, :9] = 0
+    with torch.no_grad():
+        expected = tiny_model(dtype=torch.float64)(ids, attention_mask=mask).logits
+        logits = with_function(FLASH)(ids, attention_mask=mask).logits
+    torch.testing.assert_close(logits[mask == 1], expected[mask == 1], atol=1e-9, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "inputs", "what"),
+    [
+        ({"position_embedding_type": "alibi"}, {}, "AlibiScheme needs one"),
+        ({"position_embedding_type": "alibi", "attention_pattern": "full"}, {}, "AlibiScheme needs one"),
+        ({"attention_pattern": "sliding"}, {}, "sliding attention in this batch needs one"),
+        ({}, {"position_ids": torch.arange(40)[None] % 20}, "blockwise attention in this batch needs one"),
+    ],
+)
+def test_flash_attention_is_refused_where_it_would_drop_a_mask(
+    fields: dict[str, Any], inputs: dict[str, Any], what: str
+) -> None:
+    with pytest.raises(ValueError, match=f"takes no mask, and {what}"):
+        with_function(FLASH, **fields)(random_ids(1, 40), use_cache=False, **inputs)
+
+
+def test_flash_attention_is_refused_for_rows_that_stand_at_different_slots() -> None:
+    model, mask = with_function(FLASH), torch.ones(2, 12)
+    mask[1, :5] = 0
+    with torch.no_grad():
+        cache = model(random_ids(2, 12), attention_mask=mask).past_key_values
+        known = torch.nn.functional.pad(mask, (0, 1), value=1)
+        with pytest.raises(ValueError, match="takes no mask"):
+            model(random_ids(2, 1), attention_mask=known, past_key_values=cache)
+
+
+def test_flash_attention_that_is_not_installed_is_an_error_when_loading(tmp_path: Any) -> None:
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(ImportError, match=r"[Ff]lash"):
+        LexForCausalLM.from_pretrained(tmp_path, attn_implementation="flash_attention_2")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, when it loads its compiler
+@pytest.mark.parametrize("fields", [{}, {"position_embedding_type": "kerple"}])
+def test_flex_attention_gives_the_same_logits(fields: dict[str, Any]) -> None:
+    ids, mask = random_ids(2, 160), torch.ones(2, 160)
+    mask[1, :20] = 0
+    model = tiny_model(hidden_size=96, training_length=64, **fields)  # its CPU kernel wants heads of a usual width
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask).logits
+        model.set_attn_implementation("flex_attention")
+        try:
+            logits = model(ids, attention_mask=mask).logits
+        except (exc.InvalidCxxCompiler, exc.InductorError):
+            pytest.skip("flex_attention is compiled, and there is no C++ compiler here")
+    torch.testing.assert_close(logits[mask == 1], expected[mask == 1], atol=5e-4, rtol=0)
