@@ -740,7 +740,7 @@ def test_logits_of_a_long_text_are_made_in_pieces(monkeypatch: pytest.MonkeyPatc
     whole = compute(model, TEXTS, **options)
     largest = []
     model.lm_head.register_forward_pre_hook(lambda module, inputs: largest.append(inputs[0].shape[0]))
-    monkeypatch.setattr("lex_hf.evaluation.perplexity._LOGITS_AT_ONCE", 7)
+    monkeypatch.setattr("lex_hf.evaluation.scoring._LOGITS_AT_ONCE", 7)
     assert compute(model, TEXTS, **options).nll == pytest.approx(whole.nll, rel=1e-6)
     assert max(largest) == 7
 
@@ -777,10 +777,10 @@ def test_records_in_no_folder_and_in_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"key": "k", "nll": 1.0}\n', "line 1 of .* is no record"),
-        ('{"key": "k", "nll": 1.0, "tokens": 1, "positions": []}\n[]\n', "line 2 of .* is no record"),
-        ("A book.\nIts second line.\n", "line 1 of .* is no record"),
-        ("A book without an end of line", "ends with something that is no record"),
+        ('{"key": "k", "nll": 1.0}\n', "line 1 of .* is not a record"),
+        ('{"key": "k", "nll": 1.0, "tokens": 1, "positions": []}\n[]\n', "line 2 of .* is not a record"),
+        ("A book.\nIts second line.\n", "line 1 of .* is not a record"),
+        ("A book without an end of line", "ends with something that is not a record"),
     ],
 )
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str, message: str) -> None:

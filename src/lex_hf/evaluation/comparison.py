@@ -1,23 +1,20 @@
-"""Statistics of measurements: bootstrap intervals, and paired comparison of two systems.
+"""Paired comparison of two systems.
 
 Two systems are measured on the same texts, or trained with the same seeds; what counts is their difference in each
 pair, tested with the paired two-sided t-test (Sandwich paper, Table 3).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
-if TYPE_CHECKING:
-    from lex_hf.evaluation.perplexity import PerplexityResult
+from lex_hf.evaluation.results import PerplexityResult
+from lex_hf.evaluation.statistics import bootstrap_interval
 
-CONFIDENCE_LEVEL = 0.95
 SIGNIFICANCE_LEVEL = 0.05
-_RESAMPLES = 9999
-_DRAWN_AT_ONCE = 2**22  # numbers, so that memory does not grow with the number of texts
 
 
 @dataclass(frozen=True)
@@ -29,7 +26,7 @@ class PairedComparison:
         mean_b: Mean of B's.
         difference: `mean_a` - `mean_b`: below zero if A is better.
         confidence_interval: Lower and upper end of an interval for the difference, at the level
-            `CONFIDENCE_LEVEL`, from a bootstrap over the pairs.
+            `CONFIDENCE_LEVEL` of `statistics`, from a bootstrap over the pairs.
         p_value: Of the paired two-sided t-test. If all differences are equal the test is at its limit: 1 if they
             are zero, else 0.
         n: Number of pairs.
@@ -51,7 +48,7 @@ class PairedComparison:
         return asdict(self)
 
 
-def compare(result_a: "PerplexityResult", result_b: "PerplexityResult") -> PairedComparison:
+def compare(result_a: PerplexityResult, result_b: PerplexityResult) -> PairedComparison:
     """Compare two perplexity results over the same texts, paired by text.
 
     Every text counts once, however long it is; the ratio of perplexities is over all tokens.
@@ -145,27 +142,3 @@ def _verdict(difference: float, p_value: float) -> str:
     if p_value >= SIGNIFICANCE_LEVEL:
         return "no significant difference"
     return "A is better" if difference < 0 else "B is better"
-
-
-def bootstrap_interval(statistic: Callable[..., Any], *samples: Any) -> tuple[float, float]:
-    """A percentile bootstrap interval, the same at every call.
-
-    Args:
-        statistic: Function of the samples and of the `axis` that it reduces, vectorised.
-        *samples: Samples of equal size, at least 2 each; they are drawn together.
-
-    Returns:
-        Lower and upper end, at the level `CONFIDENCE_LEVEL`.
-    """
-    found = stats.bootstrap(
-        samples,
-        statistic,
-        paired=True,
-        vectorized=True,
-        n_resamples=_RESAMPLES,
-        batch=max(1, _DRAWN_AT_ONCE // len(samples[0])),
-        confidence_level=CONFIDENCE_LEVEL,
-        method="percentile",  # unlike BCa, it has a value if all texts are alike
-        rng=np.random.default_rng(0),
-    )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)
