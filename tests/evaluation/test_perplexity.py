@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -40,6 +41,7 @@ from lex_hf.evaluation.perplexity import (
     PROTOCOLS,
     ContextBucket,
     DocumentScore,
+    PerplexityOptions,
     PerplexityResult,
     Window,
     chunked,
@@ -1010,8 +1012,9 @@ def test_metric_is_the_official_formula_for_texts_of_one_segment(metric: Any) ->
         ({"model": 1}, "either model_id, or both model and tokenizer"),
         (
             {"model": 1, "tokenizer": 1, "device": "cpu", "lenght": 3},
-            "device, lenght: of use only with model_id",
+            "device, lenght: allowed only with model_id",
         ),
+        ({"model_id": "m", "stride": 3}, "stride = 3: the protocol 'chunked' has no such option"),  # before it loads
     ],
 )
 def test_metric_with_wrong_arguments(metric: Any, arguments: dict[str, Any], message: str) -> None:
@@ -1025,6 +1028,20 @@ def test_metric_describes_itself(metric: Any) -> None:
     parameters = inspect.signature(compute_perplexity).parameters
     for name in {*parameters, "model_id", "device", "dtype"} - {"model", "tokenizer", "texts"}:
         assert f"    {name} (" in metric.inputs_description
+
+
+def test_options_are_the_keywords_of_compute_perplexity() -> None:
+    parameters = inspect.signature(compute_perplexity).parameters.values()
+    keywords = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert keywords == asdict(PerplexityOptions())
+
+
+def test_options_that_depend_on_the_length_are_checked_once_it_is_known() -> None:
+    options = PerplexityOptions(protocol="sliding", stride=2048)
+    assert options.settings(tiny_model(training_length=4096).config).length == 4096
+    for check in (lambda: options.settings(Bigram().config), lambda: replace(options, length=1024)):
+        with pytest.raises(ValueError, match="stride = 2048: it must be 1 to length = 1024"):
+            check()
 
 
 def test_protocols_are_named_after_their_functions() -> None:
