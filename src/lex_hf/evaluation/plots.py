@@ -1,13 +1,13 @@
-"""Pictures of measurements; drawn without a display, readable in print and without colour vision.
+"""Figures of measurements; drawn without a display, readable in print and without colour vision.
 
-What is infinite or not a number has no place in a picture: the rest is drawn, and the legend says what is missing.
+Infinite values and NaN cannot be drawn: the rest is, and the legend names what is missing.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,10 +24,6 @@ from lex_hf.model.configuration_lex import ATTENTION_PATTERNS, LexConfig
 from lex_hf.model.masking_lex import visible
 from lex_hf.records import whole_file
 
-if TYPE_CHECKING:
-    from lex_hf.evaluation.receptive_field import ReceptiveField
-    from lex_hf.evaluation.resolution import Resolution
-
 # Okabe and Ito's palette, which stays apart for colour-blind readers; markers and dashes for black and white.
 STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#0072B2", "marker": "o", "linestyle": "-"},
@@ -39,6 +35,51 @@ STYLES: tuple[dict[str, Any], ...] = (
 )
 # A scale for ordered values that grows evenly in brightness, and so does in print.
 _ORDERED = "cividis"
+
+
+class LayerResolutions(Protocol):
+    """The part of a result of `measure_resolution` that compares systems."""
+
+    @property
+    def by_layer(self) -> Sequence[float]:
+        """R of each layer."""
+
+    @property
+    def mean(self) -> float:
+        """Mean of `by_layer`."""
+
+
+class LayerCurves(LayerResolutions, Protocol):
+    """The part of a result of `measure_resolution` that shows one system."""
+
+    @property
+    def curves(self) -> Sequence[Tensor]:
+        """Scores of each layer at distance 0, 1, …, shape `(distances,)`."""
+
+    @property
+    def length(self) -> int:
+        """Length of the texts in tokens."""
+
+
+class CumulativeGradient(Protocol):
+    """The part of a result of `receptive_field` that is drawn."""
+
+    @property
+    def cumulative(self) -> Tensor:
+        """Shares of the newest 1, 2, … tokens, shape `(tokens,)`."""
+
+    @property
+    def erf(self) -> int:
+        """Empirical receptive field in tokens."""
+
+    @property
+    def threshold(self) -> float:
+        """Share that `erf` exceeds."""
+
+    @property
+    def training_length(self) -> int | None:
+        """`l` in tokens, if known."""
+
 
 _Curve = TypeVar("_Curve")
 _Value = TypeVar("_Value", float, tuple[float, float])
@@ -56,7 +97,7 @@ def perplexity_by_length(
     Args:
         curves: For each system, its perplexity at each length in tokens.
         training_length: `l`, marked by a line.
-        title: What the texts are.
+        title: Title; say what the texts are.
         intervals: For some of the systems, the lower and upper end of an interval at lengths in tokens, drawn as a
             band.
     """
@@ -110,7 +151,7 @@ def perplexity_by_scheme(
     Args:
         panels: For each pattern and scheme, its perplexity at each length in tokens.
         length: The training length, marked by a line.
-        title: What the texts are.
+        title: Title; say what the texts are.
     """
     figure = _figure((11, 5.5), title)
     schemes = list(dict.fromkeys(scheme for curves in panels.values() for scheme in curves))
@@ -152,7 +193,7 @@ def attention_expectation(curves: Mapping[str, Tensor], *, title: str, training_
 
     Args:
         curves: For each system, s[n] at distances n = 0, 1, …, shape `(distances,)`.
-        title: What the curves are of.
+        title: Title; say what the curves are of.
         training_length: `l`, marked by a line, if given.
     """
     figure, axes = _single(title)
@@ -165,11 +206,11 @@ def attention_expectation(curves: Mapping[str, Tensor], *, title: str, training_
     return figure
 
 
-def resolution(result: "Resolution") -> Figure:
+def resolution(result: LayerCurves) -> Figure:
     """Draw the score by distance and the attention resolution of each layer of one model.
 
     Args:
-        result: What `measure_resolution` found.
+        result: A result of `measure_resolution`.
     """
     numbers = range(1, len(result.curves) + 1)
     layers = dict(zip(numbers, result.by_layer, strict=True))
@@ -188,12 +229,12 @@ def resolution(result: "Resolution") -> Figure:
     return figure
 
 
-def resolution_by_layer(results: Mapping[str, "Resolution"], *, title: str) -> Figure:
-    """Draw the attention resolution of each layer, one line for each system, as with and without BCA.
+def resolution_by_layer(results: Mapping[str, LayerResolutions], *, title: str) -> Figure:
+    """Draw the attention resolution of each layer, one line for each system, e.g. with and without BCA.
 
     Args:
-        results: For each system, what `measure_resolution` found.
-        title: What the texts are.
+        results: For each system, the result of `measure_resolution`.
+        title: Title; say what the texts are.
     """
     figure, axes = _single(title)
     for system, result, style in _styled(results):
@@ -205,12 +246,12 @@ def resolution_by_layer(results: Mapping[str, "Resolution"], *, title: str) -> F
     return figure
 
 
-def receptive_fields(fields: Mapping[str, "ReceptiveField"], *, title: str) -> Figure:
+def receptive_fields(fields: Mapping[str, CumulativeGradient], *, title: str) -> Figure:
     """Draw cumulative normalised gradients with their thresholds and ERFs (Sandwich paper, Figures 4 to 7 and 11).
 
     Args:
-        fields: For each system, what `receptive_field` found.
-        title: What the texts are.
+        fields: For each system, the result of `receptive_field`.
+        title: Title; say what the texts are.
     """
     figure, axes = _single(title)
     for system, field, style in _styled(fields):
@@ -238,7 +279,7 @@ def bias_matrices(matrices: Mapping[str, Tensor], *, title: str) -> Figure:
     Args:
         matrices: For each scheme, the bias of one head for queries and keys from the start of a text, shape
             `(query, key)`, as `model.position_bias` gives it. Keys after their query are left out.
-        title: Which heads and settings they are of.
+        title: Title; name the heads and settings.
     """
     columns = min(4, len(matrices))
     rows = -(-len(matrices) // columns)
@@ -258,7 +299,7 @@ def bias_by_distance(biases: Mapping[str, Tensor], *, title: str, fit: bool = Fa
 
     Args:
         biases: For each scheme, the bias of one head at distances 0, 1, …, shape `(distances,)`.
-        title: Which heads and settings they are of.
+        title: Title; name the heads and settings.
         fit: Whether to draw the logarithmic curve nearest to each; see [`logarithmic_fit`].
     """
     figure, axes = _single(title)
