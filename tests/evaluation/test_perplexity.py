@@ -922,14 +922,14 @@ def test_no_gpu_here(folder: str, device: str) -> None:
 
 
 def test_folder_that_lacks_something(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"searched for a tokenizer \(tokenizer.json"):
+    with pytest.raises(ValueError, match=r"Could not load a tokenizer \(tokenizer.json"):
         load_for_evaluation(str(tmp_path))
     TOKENIZER.save_pretrained(tmp_path)
     lex("blockwise").config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"searched for a causal language model .*no file named"):
+    with pytest.raises(ValueError, match=r"Could not load a causal language model .*no file named"):
         load_for_evaluation(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"cut off")
-    with pytest.raises(ValueError, match="searched for a causal language model"):
+    with pytest.raises(ValueError, match="Could not load a causal language model"):
         load_for_evaluation(str(tmp_path))
 
 

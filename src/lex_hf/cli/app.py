@@ -235,7 +235,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Check order variance and translation invariance of a model (LEX paper, Eq. 1 and 2)."""
-    from lex_hf.evaluation.checks import check_positions
+    from lex_hf.evaluation.invariance import check_positions
     from lex_hf.evaluation.perplexity import load_for_evaluation
 
     with _session(as_json) as console:
@@ -1185,7 +1185,7 @@ def _amount(value: int | None, form: str) -> str:
 
 def _save_folder(folder: Path, *parts: Any) -> None:
     """Save what has a `save_pretrained`; the folder appears only when it is whole."""
-    from lex_hf.evaluation.loading import plain
+    from lex_hf.errors import plain
 
     try:
         with whole_folder(folder) as partial:

@@ -11,8 +11,7 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
-from lex_hf.evaluation.loading import join_processes, load_for_evaluation
-from lex_hf.evaluation.modes import evaluating
+from lex_hf.evaluation.loading import evaluating, join_processes, load_for_evaluation
 from lex_hf.evaluation.protocols import (
     PROTOCOLS,
     ProtocolSettings,

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from lex_hf.evaluation.modes import evaluating
+from lex_hf.evaluation.loading import evaluating
 from lex_hf.model.configuration_lex import LexConfig
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import tqdm
 
-from lex_hf.evaluation.modes import evaluating
+from lex_hf.evaluation.loading import evaluating
 from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.model.positions_lex import SCHEMES, BiasScheme
 

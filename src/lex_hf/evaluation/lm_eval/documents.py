@@ -6,9 +6,9 @@ from typing import Any
 
 from datasets import Dataset
 
-from lex_hf import LexForCausalLM
 from lex_hf.data.documents import load_documents
 from lex_hf.evaluation.loading import check_checkpoint
+from lex_hf.model.modeling_lex import LexForCausalLM
 
 
 def load(documents: str | list[str] | None = None, pretrained: Any = None, **_: Any) -> dict[str, Dataset]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from lex_hf.evaluation.modes import evaluating
+from lex_hf.evaluation.loading import evaluating
 
 
 @dataclass(frozen=True)
