@@ -33,7 +33,7 @@ STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#E69F00", "marker": "v", "linestyle": (0, (5, 1, 1, 1, 1, 1))},
     {"color": "#56B4E9", "marker": "P", "linestyle": (0, (8, 2))},
 )
-# A scale for ordered values that grows evenly in brightness, and so does in print.
+# A scale for ordered values whose brightness rises evenly, also in print.
 _ORDERED = "cividis"
 
 
@@ -127,14 +127,14 @@ def perplexity_by_length(
 
 
 def _log_perplexity(axes: Axes, curves: Iterable[Mapping[int, float]]) -> None:
-    if any(map(_finite, curves)):  # without a number to show, there is no scale
+    if any(map(_finite, curves)):  # a logarithmic axis needs a number to scale to
         axes.set(yscale="log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
 
 
 def _show_lower_end(axes: Axes, curves: Iterable[Mapping[int, float]], ends: Iterable[float]) -> None:
-    """Limit the perplexities shown to where curves fall; those that rise from the start still get a quarter."""
+    """Limit the axis to the part where curves fall; if all rise from the start, show a quarter above the lowest."""
     drawn = [curve for curve in curves if curve]
     lowest = min([*ends, *(min(curve.values()) for curve in drawn)], default=1.0)
     highest = max([1.25 * lowest, *(curve[min(curve)] for curve in drawn)])
@@ -150,7 +150,7 @@ def perplexity_by_scheme(
 
     Args:
         panels: For each pattern and scheme, its perplexity at each length in tokens.
-        length: The training length, marked by a line.
+        length: Training length in tokens, marked by a line.
         title: Title; say what the texts are.
     """
     figure = _figure((11, 5.5), title)
@@ -183,7 +183,7 @@ def perplexity_by_scheme(
 
 
 def _everywhere(panels: Mapping[str, Mapping[str, Mapping[int, float]]], scheme: str) -> dict[int, float]:
-    """Sums of a scheme's values over all panels: finite where all of them are."""
+    """Sums of a scheme's values over all panels, finite where all of them are."""
     curves = [curves[scheme] for curves in panels.values() if scheme in curves]
     return {place: sum(curve.get(place, 0.0) for curve in curves) for curve in curves for place in curve}
 
@@ -278,7 +278,7 @@ def bias_matrices(matrices: Mapping[str, Tensor], *, title: str) -> Figure:
 
     Args:
         matrices: For each scheme, the bias of one head for queries and keys from the start of a text, shape
-            `(query, key)`, as `model.position_bias` gives it. Keys after their query are left out.
+            `(query, key)`, as `model.position_bias` returns it. Keys after their query are left out.
         title: Title; name the heads and settings.
     """
     columns = min(4, len(matrices))
@@ -334,11 +334,11 @@ def logarithmic_fit(bias: Tensor) -> tuple[float, float]:
 
 
 def attention_patterns(config: LexConfig, length: int) -> Figure:
-    """Draw which keys each query sees under each attention pattern (LEX paper, Figure 3).
+    """Draw the keys that each query sees under each attention pattern (LEX paper, Figure 3).
 
     Args:
-        config: Its training length, block length and window are drawn.
-        length: Number of tokens of the text; up to a hundred can be told apart.
+        config: Configuration whose training length, block length and window are drawn.
+        length: Number of tokens of the text; up to a hundred can be distinguished.
     """
     figure = _figure((10, 4), f"Which keys a query sees, training length {config.training_length}")
     block, positions = config.attention_span("blockwise") or 1, torch.arange(length)
@@ -358,13 +358,13 @@ def attention_patterns(config: LexConfig, length: int) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as PNG; the file appears under its name only when it is whole."""
+    """Write a figure as PNG; the file appears under its name only when it is complete."""
     with whole_file(path) as place, place.open("wb") as file:
         FigureCanvasAgg(figure).print_png(file)
     return path
 
 
-# From dark to light, so that they stay apart in print.
+# From dark to light, so that they differ in print.
 _AGES = {"key in the query's own block": "#0072B2", "in the block before": "#56B4E9", "further back": "#F0E442"}
 _SPANS = {"blockwise": "blocks of", "sliding": "window of"}
 _PLACES_NAMED = 3
@@ -378,12 +378,12 @@ def _styled(curves: Mapping[str, _Curve]) -> Iterator[tuple[str, _Curve, dict[st
 
 
 def _finite(values: Mapping[int, _Value]) -> dict[int, _Value]:
-    """What can be drawn: finite numbers, and pairs of them."""
+    """Values that can be drawn: finite numbers, and pairs of them."""
     return {place: value for place, value in values.items() if (np.abs(value) < _AS_GOOD_AS_INFINITE).all()}
 
 
 def _heights(values: Mapping[int, float]) -> list[float]:
-    """The values, NaN where nothing can be drawn."""
+    """The values, with NaN for those that cannot be drawn."""
     finite = _finite(values)
     return [finite.get(place, math.nan) for place in values]
 
@@ -393,9 +393,9 @@ def _points(curve: Tensor, *, first: int = 0) -> dict[int, float]:
 
 
 def _label(name: str, curve: Mapping[int, float]) -> str:
-    """The name of a curve, and where it is not drawn."""
+    """The name of a curve, and the places where it is not drawn."""
     missing = [place for place, height in zip(curve, _heights(curve), strict=True) if math.isnan(height)]
-    text = _printable(f" {name}" if name.startswith("_") else name)  # a legend leaves out what begins with _
+    text = _printable(f" {name}" if name.startswith("_") else name)  # a legend leaves out names that begin with _
     if not missing:
         return text
     more = ", …" if len(missing) > _PLACES_NAMED else ""
@@ -403,13 +403,13 @@ def _label(name: str, curve: Mapping[int, float]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape halves of surrogate pairs, as names of files have them that are not UTF-8."""
+    """Escape lone surrogates, which stand for bytes of file names that are not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _figure(size: tuple[float, float], title: str) -> Figure:
     figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(_printable(title), parse_math=False)  # a dollar sign in a path is no formula
+    figure.suptitle(_printable(title), parse_math=False)  # a dollar sign in a path is not a formula
     return figure
 
 
@@ -439,7 +439,7 @@ def _layer_axis(axes: Axes, layers: int) -> None:
 
 
 def _whole_numbers(last: int) -> Iterable[int]:
-    """Up to a dozen ticks from 1 on."""
+    """Up to a dozen ticks, starting at 1."""
     return range(1, last + 1, -(-last // 12))
 
 
@@ -463,5 +463,5 @@ def _mark_training_length(axes: Axes, length: int) -> None:
 
 
 def _legend_below(figure: Figure) -> None:
-    """A legend outside of the axes, where it covers no curve."""
+    """Add a legend outside the axes, where it covers no curve."""
     _as_written(figure.legend(loc="outside lower center", ncols=2, frameon=False))
