@@ -22,7 +22,7 @@ from transformers import (
 
 from .convert.gpt2 import from_gpt2
 from .convert.torchscale import from_torchscale
-from .evaluation.checks import PositionCheck, check_positions
+from .evaluation.invariance import PositionCheck, check_positions
 from .evaluation.receptive_field import ReceptiveField, receptive_field, theoretical_receptive_field
 from .evaluation.resolution import Resolution, attention_resolution, expected_attention, measure_resolution
 from .inference.cache_files import load_cache, save_cache
@@ -75,8 +75,10 @@ sys.meta_path.append(
             "context_parallel": "inference.context_parallel",
             "modeling_lex": "model.modeling_lex",
             "perplexity": "evaluation.perplexity",
+            "plots": "evaluation.plots",
             "positions_lex": "model.positions_lex",
             "recipes": "training.recipes",
+            "resolution": "evaluation.resolution",
             "streaming": "data.streaming",
             "tiny": "reproduce.tiny",
             "tokenization": "data.tokenization",

@@ -25,7 +25,7 @@ from typer.testing import CliRunner, Result
 from lex_hf.cli import interrupts
 from lex_hf.cli.app import app
 from lex_hf.data.tokenization import byte_tokenizer
-from lex_hf.evaluation import checks
+from lex_hf.evaluation import invariance
 from lex_hf.hub import card
 from lex_hf.reproduce import demo, extrapolation, models
 from lex_hf.training import trainer as training
@@ -349,8 +349,8 @@ def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
 
 
 def test_json_has_no_nan(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = checks.PositionCheck(float("nan"), float("inf"), 0.0, None, 1.0, 7, 1e-4)
-    monkeypatch.setattr(checks, "check_positions", lambda *_, **__: found)
+    found = invariance.PositionCheck(float("nan"), float("inf"), 0.0, None, 1.0, 7, 1e-4)
+    monkeypatch.setattr(invariance, "check_positions", lambda *_, **__: found)
     result = strict(lex("check", "model", "--json").stdout)
     assert (result["order_variance"], result["left_padding"], result["right_padding"]) == (None, None, 0.0)
 
@@ -390,14 +390,14 @@ def test_errors_are_sentences(error: BaseException, code: int, message: str, mon
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(checks, "check_positions", fail)
+    monkeypatch.setattr(invariance, "check_positions", fail)
     result = lex("check", "model")
     assert (result.exit_code, message in result.stderr) == (code, True)
     assert "Traceback" not in result.stderr
 
 
 def test_a_fault_of_the_program_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "check_positions", lambda *_, **__: [].pop())
+    monkeypatch.setattr(invariance, "check_positions", lambda *_, **__: [].pop())
     assert isinstance(lex("check", "model").exception, IndexError)
 
 

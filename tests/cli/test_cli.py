@@ -133,8 +133,8 @@ def test_bad_models_and_options(tmp_path: Path, model: Path, text: Path) -> None
     out = ["--output", tmp_path / "out"]
     new = ["tiny", text, *out]
     cases = {
-        "searched for a causal language model (config.json, model.safetensors": ["evaluate", hollow, text],
-        "searched for a tokenizer": ["evaluate", tmp_path / "nothing", text],
+        "Could not load a causal language model (config.json, model.safetensors": ["evaluate", hollow, text],
+        "Could not load a tokenizer": ["evaluate", tmp_path / "nothing", text],
         "the model's vocabulary has 70 ids": ["evaluate", other, text],
         "attention_pattern = 'local': it must be one of": ["evaluate", model, text, "--attention-pattern", "local"],
         "protocol = 'best': it must be one of": ["evaluate", model, text, "--protocol", "best"],

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -40,6 +41,7 @@ from lex_hf.evaluation.perplexity import (
     PROTOCOLS,
     ContextBucket,
     DocumentScore,
+    PerplexityOptions,
     PerplexityResult,
     Window,
     chunked,
@@ -740,7 +742,7 @@ def test_logits_of_a_long_text_are_made_in_pieces(monkeypatch: pytest.MonkeyPatc
     whole = compute(model, TEXTS, **options)
     largest = []
     model.lm_head.register_forward_pre_hook(lambda module, inputs: largest.append(inputs[0].shape[0]))
-    monkeypatch.setattr("lex_hf.evaluation.perplexity._LOGITS_AT_ONCE", 7)
+    monkeypatch.setattr("lex_hf.evaluation.scoring._LOGITS_AT_ONCE", 7)
     assert compute(model, TEXTS, **options).nll == pytest.approx(whole.nll, rel=1e-6)
     assert max(largest) == 7
 
@@ -777,10 +779,10 @@ def test_records_in_no_folder_and_in_a_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"key": "k", "nll": 1.0}\n', "line 1 of .* is no record"),
-        ('{"key": "k", "nll": 1.0, "tokens": 1, "positions": []}\n[]\n', "line 2 of .* is no record"),
-        ("A book.\nIts second line.\n", "line 1 of .* is no record"),
-        ("A book without an end of line", "ends with something that is no record"),
+        ('{"key": "k", "nll": 1.0}\n', "line 1 of .* is not a record"),
+        ('{"key": "k", "nll": 1.0, "tokens": 1, "positions": []}\n[]\n', "line 2 of .* is not a record"),
+        ("A book.\nIts second line.\n", "line 1 of .* is not a record"),
+        ("A book without an end of line", "ends with something that is not a record"),
     ],
 )
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str, message: str) -> None:
@@ -920,14 +922,14 @@ def test_no_gpu_here(folder: str, device: str) -> None:
 
 
 def test_folder_that_lacks_something(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"searched for a tokenizer \(tokenizer.json"):
+    with pytest.raises(ValueError, match=r"Could not load a tokenizer \(tokenizer.json"):
         load_for_evaluation(str(tmp_path))
     TOKENIZER.save_pretrained(tmp_path)
     lex("blockwise").config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"searched for a causal language model .*no file named"):
+    with pytest.raises(ValueError, match=r"Could not load a causal language model .*no file named"):
         load_for_evaluation(str(tmp_path))
     (tmp_path / "model.safetensors").write_bytes(b"cut off")
-    with pytest.raises(ValueError, match="searched for a causal language model"):
+    with pytest.raises(ValueError, match="Could not load a causal language model"):
         load_for_evaluation(str(tmp_path))
 
 
@@ -1010,8 +1012,9 @@ def test_metric_is_the_official_formula_for_texts_of_one_segment(metric: Any) ->
         ({"model": 1}, "either model_id, or both model and tokenizer"),
         (
             {"model": 1, "tokenizer": 1, "device": "cpu", "lenght": 3},
-            "device, lenght: of use only with model_id",
+            "device, lenght: allowed only with model_id",
         ),
+        ({"model_id": "m", "stride": 3}, "stride = 3: the protocol 'chunked' has no such option"),  # before it loads
     ],
 )
 def test_metric_with_wrong_arguments(metric: Any, arguments: dict[str, Any], message: str) -> None:
@@ -1025,6 +1028,20 @@ def test_metric_describes_itself(metric: Any) -> None:
     parameters = inspect.signature(compute_perplexity).parameters
     for name in {*parameters, "model_id", "device", "dtype"} - {"model", "tokenizer", "texts"}:
         assert f"    {name} (" in metric.inputs_description
+
+
+def test_options_are_the_keywords_of_compute_perplexity() -> None:
+    parameters = inspect.signature(compute_perplexity).parameters.values()
+    keywords = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert keywords == asdict(PerplexityOptions())
+
+
+def test_options_that_depend_on_the_length_are_checked_once_it_is_known() -> None:
+    options = PerplexityOptions(protocol="sliding", stride=2048)
+    assert options.settings(tiny_model(training_length=4096).config).length == 4096
+    for check in (lambda: options.settings(Bigram().config), lambda: replace(options, length=1024)):
+        with pytest.raises(ValueError, match="stride = 2048: it must be 1 to length = 1024"):
+            check()
 
 
 def test_protocols_are_named_after_their_functions() -> None:

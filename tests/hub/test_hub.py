@@ -388,7 +388,7 @@ REFUSED: list[tuple[Callable[[Path], object], str]] = [
         r"has weights of other shapes .*: model\.norm\.bias \(3,\) instead of \(30,\)",
     ),
     (lambda folder: change_config(folder, num_hidden_layers=1), r"holds 16 weights .* model\.layers\.1"),
-    (lambda folder: change_config(folder, hidden_size="wide"), "without success: .*hidden_size"),
+    (lambda folder: change_config(folder, hidden_size="wide"), "Could not load .*hidden_size"),
     (lambda folder: change_config(folder, architectures=["GPT2LMHeadModel"]), "it must name one of LexModel, LexFor"),
     (lambda folder: change_config(folder, auto_map=["AutoModel"]), "lacks AutoConfig, AutoModel"),
     (lambda folder: write(folder / "config.json", b"[" * 100_000), "config.json is not JSON"),

@@ -235,7 +235,7 @@ def check(
     as_json: Json = False,
 ) -> None:
     """Check order variance and translation invariance of a model (LEX paper, Eq. 1 and 2)."""
-    from lex_hf.evaluation.checks import check_positions
+    from lex_hf.evaluation.invariance import check_positions
     from lex_hf.evaluation.perplexity import load_for_evaluation
 
     with _session(as_json) as console:
@@ -440,35 +440,32 @@ def evaluate(
 
     Under torchrun or accelerate launch the texts are shared out between the processes.
     """
+    from dataclasses import replace
+
     from lex_hf.data.documents import load_documents
-    from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation, protocol_options
+    from lex_hf.evaluation.perplexity import PerplexityOptions, load_for_evaluation, measure_perplexity
 
     with _session(as_json) as console:
         _check_plot(plot, length)
         _check_files(files, csv=csv, plot=plot, records=records)
         _check_records(records)
-        size = _batch_size(batch_size)
-        for each in length or ():
-            protocol_options(protocol, each, stride=stride, contexts=contexts)
+        options = PerplexityOptions(
+            protocol=protocol,
+            stride=stride,
+            contexts=contexts,
+            batch_size=_batch_size(batch_size),
+            add_start_token=start_token,
+            records=records,
+        )
+        longest_first = sorted(set(length), reverse=True) if length else [None]  # too long a length fails at once
+        options_by_length = {each: replace(options, length=each) for each in longest_first}
         texts = list(load_documents(files, text_field=text_field)["text"])
         lex, words = load_for_evaluation(
             model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **_pattern(attention_pattern)
         )
         known = None if plot is None else _known_length(model, lex.config)
         results_by_length = {
-            each: compute_perplexity(
-                lex,
-                words,
-                texts,
-                protocol=protocol,
-                length=each,
-                stride=stride,
-                contexts=contexts,
-                batch_size=size,
-                add_start_token=start_token,
-                records=records,
-            )
-            for each in (sorted(set(length), reverse=True) if length else [None])  # what is too long fails first
+            each: measure_perplexity(lex, words, texts, one) for each, one in options_by_length.items()
         }
         results = [results_by_length[each] for each in length] if length else [*results_by_length.values()]
         if not _is_main_process():
@@ -512,16 +509,25 @@ def compare(
     as_json: Json = False,
 ) -> None:
     """Compare two models on the same texts, paired by text: t-test, bootstrap interval, ratio of perplexities."""
+    from dataclasses import replace
+
     from lex_hf.data.documents import load_documents
     from lex_hf.evaluation import comparison
     from lex_hf.evaluation.loading import check_model
-    from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
+    from lex_hf.evaluation.perplexity import PerplexityOptions, load_for_evaluation, measure_perplexity
 
     with _session(as_json) as console:
         patterns = _two_patterns(attention_pattern)
         _check_files(files, records=records)
         _check_records(records)
-        size = _batch_size(batch_size)
+        options = PerplexityOptions(
+            protocol=protocol,
+            length=length,
+            stride=stride,
+            batch_size=_batch_size(batch_size),
+            add_start_token=start_token,
+            records=records,
+        )
         texts = list(load_documents(files, text_field=text_field)["text"])
         for model, pattern in zip((model_a, model_b), patterns, strict=True):  # both, before one is measured
             check_model(model, trust_remote_code=trust_remote_code, **_pattern(pattern))
@@ -531,18 +537,8 @@ def compare(
             lex, words = load_for_evaluation(
                 model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **_pattern(pattern)
             )
-            result = compute_perplexity(
-                lex,
-                words,
-                texts,
-                protocol=protocol,
-                length=results[0].length if results else length,
-                stride=stride,
-                batch_size=size,
-                add_start_token=start_token,
-                records=records,
-            )
-            results.append(result)
+            results.append(measure_perplexity(lex, words, texts, options))
+            options = replace(options, length=results[0].length)
     if not _is_main_process():
         return
     both = dict(zip("ab", (result.to_dict() for result in results), strict=True))
@@ -849,11 +845,7 @@ def _standard_input() -> str:
 
 def _batch_size(text: str) -> Any:
     """A number of windows, or auto."""
-    from lex_hf.evaluation.perplexity import check_batch_size
-
-    size = int(text) if text.isdecimal() else text
-    check_batch_size(size)
-    return size
+    return int(text) if text.isdecimal() else text
 
 
 def _is_main_process() -> bool:
@@ -1193,7 +1185,7 @@ def _amount(value: int | None, form: str) -> str:
 
 def _save_folder(folder: Path, *parts: Any) -> None:
     """Save what has a `save_pretrained`; the folder appears only when it is whole."""
-    from lex_hf.evaluation.loading import plain
+    from lex_hf.errors import plain
 
     try:
         with whole_folder(folder) as partial:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, GPT2LMHeadModel, PreTrainedModel
 
-from lex_hf.evaluation.loading import explained, load_whole
+from lex_hf.errors import explained
+from lex_hf.evaluation.loading import load_whole
 from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.model.modeling_lex import LexForCausalLM
 

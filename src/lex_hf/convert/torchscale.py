@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from lex_hf.evaluation.loading import explained
+from lex_hf.errors import explained
 from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.model.modeling_lex import LexForCausalLM
 

@@ -17,7 +17,7 @@ from datasets.utils import tqdm
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from lex_hf.evaluation.loading import plain
+from lex_hf.errors import plain
 
 JSON_LINES_SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz")
 FOLDER_SUFFIXES = (".txt", ".md", ".rst", ".py", ".jsonl", ".jsonl.gz")

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
 from transformers.utils.import_utils import is_serve_available
 
-from lex_hf.evaluation.loading import check_checkpoint, plain
+from lex_hf.errors import plain
+from lex_hf.evaluation.loading import check_checkpoint
 from lex_hf.model.modeling_lex import LexForCausalLM
 
 logger = logging.get_logger(__name__)

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from scipy import stats
 
-from lex_hf.evaluation.comparison import CONFIDENCE_LEVEL, SIGNIFICANCE_LEVEL, bootstrap_interval, compare_values
+from lex_hf.evaluation.comparison import SIGNIFICANCE_LEVEL, compare_values
+from lex_hf.evaluation.statistics import CONFIDENCE_LEVEL, bootstrap_interval
 from lex_hf.reproduce.published import Published
 from lex_hf.reproduce.tables import Link, Place, Relation, Table
 

@@ -18,7 +18,7 @@ from huggingface_hub.dataclasses import type_validator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
 
 from lex_hf.data.tokenization import byte_tokenizer
-from lex_hf.evaluation.loading import plain
+from lex_hf.errors import plain
 from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.training.estimate import Estimate, estimate
 from lex_hf.training.trainer import Change, training_arguments

@@ -1,4 +1,4 @@
-"""What a model's positions do, measured: order variance and translation invariance (LEX paper, Eq. 1 and 2)."""
+"""Order variance and translation invariance of a model, measured (LEX paper, Eq. 1 and 2)."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from lex_hf.evaluation.modes import evaluating
+from lex_hf.evaluation.loading import evaluating
 
 
 @dataclass(frozen=True)
@@ -14,16 +14,17 @@ class PositionCheck:
     """Largest absolute differences of logits; see [`check_positions`].
 
     Attributes:
-        order_variance: When the tokens before the last are permuted, of the last token's logits. Above 0: the model
-            knows in which order tokens came (Eq. 1).
-        left_padding: When padding is put in front and masked (Eq. 2).
-        right_padding: When padding is put behind and masked (Eq. 2).
-        shifted_positions: When all `position_ids` are moved by `shift`; `None` if the model refuses those positions.
-        text_in_front: When other text is put in front of the text, of the last token's logits; `None` if the model
-            refuses that length. No property of the paper: 0 only if the text reaches farther back than the model does,
-            and, with blockwise attention, `shift` is a multiple of the block length.
-        shift: Number of tokens put in front or behind.
-        tolerance: Differences up to this are rounding.
+        order_variance: Change of the last token's logits when the tokens before it are permuted. Above 0: the model
+            knows the order of tokens (Eq. 1).
+        left_padding: Change when masked padding is prepended (Eq. 2).
+        right_padding: Change when masked padding is appended (Eq. 2).
+        shifted_positions: Change when `shift` is added to all `position_ids`; `None` if the model refuses those
+            positions.
+        text_in_front: Change of the last token's logits when other text is prepended; `None` if the model refuses
+            that length. Not a property of the paper: 0 only if the text is longer than the model reaches back and,
+            with blockwise attention, `shift` is a multiple of the block length.
+        shift: Number of tokens prepended or appended.
+        tolerance: Largest difference that counts as rounding.
     """
 
     order_variance: float
@@ -36,17 +37,17 @@ class PositionCheck:
 
     @property
     def is_order_variant(self) -> bool:
-        """Whether Eq. 1 holds."""
+        """True if Eq. 1 holds."""
         return self.order_variance > self.tolerance
 
     @property
     def ignores_padding(self) -> bool:
-        """Whether Eq. 2 holds."""
+        """True if Eq. 2 holds."""
         return max(self.left_padding, self.right_padding) <= self.tolerance
 
     @property
     def ignores_shifts(self) -> bool:
-        """Whether the model only knows relative positions."""
+        """True if the model only knows relative positions."""
         return self.shifted_positions is not None and self.shifted_positions <= self.tolerance
 
 
@@ -60,13 +61,13 @@ def check_positions(
             as it was.
         input_ids: A text of at least 3 tokens, shape `(1, sequence)` or `(sequence,)`. Beyond two blocks it also shows
             what the attention pattern does.
-        shift: Number of tokens of padding or text that are put in front or behind.
+        shift: Number of tokens of padding or text that are prepended or appended.
         tolerance: Largest difference that counts as rounding.
-        seed: Seed of the permutation and of the text in front.
+        seed: Seed of the permutation and of the text that is prepended.
 
     Raises:
-        ValueError: If the input is not one text of at least 3 tokens, `shift` is less than 1, the tolerance is no
-            number of at least 0, or a logit is not finite.
+        ValueError: If the input is not one text of at least 3 tokens, `shift` is less than 1, the tolerance is
+            negative or not finite, or a logit is not finite.
     """
     ids = input_ids.reshape(1, -1) if input_ids.dim() == 1 else input_ids
     if ids.dim() != 2 or ids.shape[0] != 1 or ids.shape[1] < 3:
@@ -86,7 +87,7 @@ def check_positions(
 def _check(
     model: PreTrainedModel, ids: torch.Tensor, filler: torch.Tensor, order: torch.Tensor, tolerance: float
 ) -> PositionCheck:
-    """Compare the logits of a text with those of what is made from it."""
+    """Compare the logits of a text with those of its permuted, padded and shifted versions."""
     shift, length = filler.shape[1], ids.shape[1]
     real, padding = torch.ones_like(ids), torch.zeros_like(filler)
     logits = _logits(model, ids)
@@ -113,7 +114,7 @@ def _logits(
 def _unless_refused(
     model: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor, positions: torch.Tensor | None = None
 ) -> float | None:
-    """Difference of the last logits; models with a table of positions may not have as many as that takes."""
+    """Difference of the last logits; `None` if a table of positions is too short."""
     try:
         logits = _logits(model, ids, positions=None if positions is None else positions[None])
     except (ValueError, IndexError):
@@ -123,9 +124,9 @@ def _unless_refused(
 
 def _difference(one: torch.Tensor, other: torch.Tensor) -> float:
     largest = (one - other).abs().max().item()
-    if not math.isfinite(largest):  # what is not a number is neither equal nor different
+    if not math.isfinite(largest):  # NaN is neither equal nor different
         raise ValueError(
-            "The logits of the model are not all finite numbers, so nothing can be said of its positions: check its "
+            "The logits of the model are not all finite numbers, so its positions cannot be checked: check its "
             "weights, or load it with dtype='float32'."
         )
     return largest
