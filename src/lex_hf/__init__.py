@@ -79,7 +79,7 @@ sys.meta_path.append(
             "recipes": "training.recipes",
             "streaming": "data.streaming",
             "tiny": "reproduce.tiny",
-            "tokenization": "data.tokenization",
+            "tokenization": "data.tokenizers",
         },
     )
 )

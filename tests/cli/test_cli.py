@@ -17,7 +17,7 @@ from helpers.official import official_state
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from lex_hf import LexForCausalLM, measure_resolution, receptive_field
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity
 from lex_hf.training.recipes import load_recipe
 

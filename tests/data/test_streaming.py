@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 import lex_hf.data.documents
 import lex_hf.data.streaming
-from lex_hf.data.documents import load_documents, pack, stream_documents
+from lex_hf.data.documents import load_documents, stream_documents
+from lex_hf.data.packing import pack
 from lex_hf.data.streaming import PackedStream
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 TEXTS = [f"document {number}, " * (number % 5 + 1) for number in range(23)]

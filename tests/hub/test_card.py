@@ -13,7 +13,7 @@ from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
 from lex_hf.cli.app import app
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
 from lex_hf.hub import card
 from lex_hf.training.trainer import train, training_arguments

@@ -33,7 +33,7 @@ from typer.testing import CliRunner
 
 from lex_hf import LexCache, LexForCausalLM, LexStaticCache
 from lex_hf.cli.app import app
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 
 PROMPTS = ["In a hole in the ground", "né", "There lived a test; it had failed once, and it would never fail again."]
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.utils.flop_counter import FlopCounterMode
 
 from lex_hf import LexForCausalLM
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.reproduce.tiny import tiny_config
 from lex_hf.training.estimate import activation_bytes, count_saved_bytes, estimate, visible_keys
 from lex_hf.training.recipes import DataSettings, load_recipe, recipe_names

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import lex_hf.training.run_folder
-from lex_hf.data.documents import pack
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.packing import pack
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.training.recipes import load_recipe
 from lex_hf.training.run_folder import LOCK_NAME, claimed
 from lex_hf.training.trainer import (

@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 
 from lex_hf import LexForCausalLM
 from lex_hf.cli.app import app
-from lex_hf.data.documents import pack
+from lex_hf.data.packing import pack
 from lex_hf.data.streaming import PackedStream
 from lex_hf.training.trainer import (
     TrainingInterrupted,

@@ -361,7 +361,7 @@ def tokenizer_command(
 ) -> None:
     """Train a byte-level BPE tokenizer, the kind of GPT-2; texts may be larger than memory."""
     from lex_hf.data.documents import stream_documents
-    from lex_hf.data.tokenization import train_tokenizer
+    from lex_hf.data.tokenizers import train_tokenizer
 
     with _session(as_json) as console:
         check_new_folder(output, "--output")
@@ -974,7 +974,8 @@ def _models_and_segments(
     text_field: str,
 ) -> Iterator[tuple[str, Any, Any]]:
     """The model with each attention pattern, under its name, and segments of the texts as token ids."""
-    from lex_hf.data.documents import load_documents, tokenize_documents
+    from lex_hf.data.documents import load_documents
+    from lex_hf.data.tokenizing import tokenize_documents
     from lex_hf.evaluation.perplexity import load_for_evaluation
 
     texts = load_documents(files, text_field=text_field)
@@ -1117,7 +1118,8 @@ def _train(
 
 def _packing(plan: Any, sources: list[str], seed: int, *, in_memory: bool = False) -> Any:
     """Find the documents now, so that what is not there is known at once; pack them when there is a tokenizer."""
-    from lex_hf.data.documents import load_documents, pack, stream_documents
+    from lex_hf.data.documents import load_documents, stream_documents
+    from lex_hf.data.packing import pack
     from lex_hf.data.streaming import PackedStream
 
     options = {"text_field": plan.data.text_field, "split": plan.data.split}

@@ -14,7 +14,9 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from lex_hf.data.documents import FOLDER_SUFFIXES, Packer, tokenize_in_pieces, too_few_tokens
+from lex_hf.data.documents import FOLDER_SUFFIXES
+from lex_hf.data.packing import Packer, too_few_tokens
+from lex_hf.data.tokenizing import tokenize_in_pieces
 
 _CHARACTERS_AT_ONCE = 1_000_000  # what is read together
 _Pieces = list[tuple[NDArray[np.int32], bool]]

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import tqdm
 
-from lex_hf.data.documents import tokenize
+from lex_hf.data.tokenizing import tokenize
 from lex_hf.evaluation.comparison import CONFIDENCE_LEVEL, bootstrap_interval
 from lex_hf.evaluation.loading import join_processes
 from lex_hf.evaluation.loading import load_for_evaluation as load_for_evaluation  # part of this module's interface

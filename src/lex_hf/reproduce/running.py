@@ -16,7 +16,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from lex_hf.cli.terminal import plain_console
-from lex_hf.data.documents import pack
+from lex_hf.data.packing import pack
 from lex_hf.evaluation.loading import find_device
 from lex_hf.records import check_file, check_folder
 from lex_hf.reproduce import corpora, models, published, report, tables

@@ -13,8 +13,9 @@ from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from lex_hf import LexConfig, LexForCausalLM
-from lex_hf.data.documents import load_documents, pack
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.documents import load_documents
+from lex_hf.data.packing import pack
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity
 from lex_hf.training.trainer import TrainingInterrupted, TrainingResult, last_checkpoint, train, training_arguments
 

@@ -17,7 +17,7 @@ from accelerate.utils import get_cpu_distributed_information
 from huggingface_hub.dataclasses import type_validator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
 
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.loading import plain
 from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.training.estimate import Estimate, estimate

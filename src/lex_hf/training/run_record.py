@@ -227,7 +227,7 @@ def check_examples(dataset: Dataset, vocab_size: int) -> str:
     if "input_ids" not in dataset.column_names:
         raise ValueError(
             f"The dataset has the columns {dataset.column_names}, not 'input_ids': make examples with "
-            "lex_hf.data.documents.pack."
+            "lex_hf.data.pack."
         )
     if len(dataset) == 0:
         raise ValueError("The dataset has no examples.")
