@@ -16,7 +16,8 @@ from lex_hf.cli.app import app
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
 from lex_hf.hub import card
-from lex_hf.training.trainer import train, training_arguments
+from lex_hf.training.arguments import training_arguments
+from lex_hf.training.trainer import train
 
 ROOT = Path(__file__).parents[2]
 ABOUT = {

@@ -12,9 +12,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from lex_hf import LexForCausalLM
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.reproduce.tiny import tiny_config
+from lex_hf.training.arguments import training_arguments
 from lex_hf.training.estimate import activation_bytes, count_saved_bytes, estimate, visible_keys
 from lex_hf.training.recipes import DataSettings, load_recipe, recipe_names
-from lex_hf.training.trainer import training_arguments
 
 
 class TestShipped:

@@ -1085,12 +1085,13 @@ def _train(
     from lex_hf import LexForCausalLM
     from lex_hf.evaluation.perplexity import load_for_evaluation
     from lex_hf.training import trainer as training
+    from lex_hf.training.arguments import check_arguments
     from lex_hf.training.run_folder import RECIPE_NAME, claimed
 
     check_folder(output, "--output")
     # First: they find the processes of a launcher and their devices, which loading a model would settle otherwise.
     arguments = plan.arguments(output)
-    training.check_arguments(arguments, rules["resume"], rules["allow_changes"])
+    check_arguments(arguments, rules["resume"], rules["allow_changes"])
     with claimed(arguments, resume=rules["resume"], overwrite=rules["overwrite"], also=[RECIPE_NAME]):
         examples_of = _packing(plan, sources, arguments.seed)
         set_seed(arguments.seed)

@@ -21,7 +21,10 @@ from transformers import PreTrainedTokenizerBase, set_seed
 
 from lex_hf import LexConfig, LexForCausalLM
 from lex_hf.records import read_json, write_text
-from lex_hf.training.trainer import TrainingInterrupted, last_checkpoint, train, training_arguments
+from lex_hf.training.arguments import training_arguments
+from lex_hf.training.interruption import TrainingInterrupted
+from lex_hf.training.run_folder import last_checkpoint
+from lex_hf.training.trainer import train
 
 DONE = "training.json"  # written when a model is whole
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the tokenizer decides them

@@ -17,7 +17,10 @@ from lex_hf.data.documents import load_documents
 from lex_hf.data.packing import pack
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity
-from lex_hf.training.trainer import TrainingInterrupted, TrainingResult, last_checkpoint, train, training_arguments
+from lex_hf.training.arguments import training_arguments
+from lex_hf.training.interruption import TrainingInterrupted
+from lex_hf.training.run_folder import last_checkpoint
+from lex_hf.training.trainer import TrainingResult, train
 
 TRAINING_LENGTH = 128
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)

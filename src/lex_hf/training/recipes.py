@@ -20,8 +20,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArgumen
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.loading import plain
 from lex_hf.model.configuration_lex import LexConfig
+from lex_hf.training.arguments import training_arguments
 from lex_hf.training.estimate import Estimate, estimate
-from lex_hf.training.trainer import Change, training_arguments
+from lex_hf.training.run_record import Change
 
 SECTIONS = ("model", "training", "data")
 
