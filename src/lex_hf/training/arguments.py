@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
+from lex_hf.training.recipe_files import lex_optimizer
+
 _SAMPLING = next(
     each.metadata["choices"] for each in fields(TrainingArguments) if each.name == "train_sampling_strategy"
 )
@@ -55,14 +57,11 @@ def training_arguments(output_dir: str | Path, **overrides: Any) -> TrainingArgu
     Raises:
         ValueError: If a value is impossible, or the warm-up is not shorter than the training.
     """
+    optimizer = lex_optimizer()
+    if overrides.get("lr_scheduler_type", optimizer["lr_scheduler_type"]) != optimizer["lr_scheduler_type"]:
+        del optimizer["lr_scheduler_kwargs"]
     settings: dict[str, Any] = {
-        "learning_rate": 3e-4,
-        "lr_scheduler_type": "polynomial",
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.98,
-        "adam_epsilon": 1e-6,
-        "weight_decay": 0.01,
-        "max_grad_norm": 2.0,
+        **optimizer,
         "logging_steps": 10,
         # The filter would replace a diverged loss by the mean of the others.
         "logging_nan_inf_filter": False,
@@ -71,8 +70,6 @@ def training_arguments(output_dir: str | Path, **overrides: Any) -> TrainingArgu
         "dataloader_pin_memory": torch.accelerator.is_available(),
         "ddp_find_unused_parameters": False,
     } | overrides
-    if settings["lr_scheduler_type"] == "polynomial":
-        settings.setdefault("lr_scheduler_kwargs", {"lr_end": 0.0, "power": 1.0})
     try:
         arguments = TrainingArguments(output_dir=str(output_dir), **settings)
     except (TypeError, ImportError) as error:  # of nested fields, and of packages that are not installed

@@ -2,12 +2,11 @@
 
 import dataclasses
 import difflib
-import re
+import math
 import reprlib
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from lex_hf.evaluation.loading import plain
 from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.training.arguments import training_arguments
 from lex_hf.training.estimate import Estimate, estimate
+from lex_hf.training.recipe_files import parse_yaml, read_recipe
 from lex_hf.training.run_record import Change
 
 SECTIONS = ("model", "training", "data")
@@ -118,7 +118,7 @@ class Recipe:
             if not equals:
                 raise ValueError(f"--set {text}: it must be NAME=VALUE, as max_steps=2000.")
             section, name = _locate(key.strip(), f"--set {text}")
-            sections[section][name] = _parse(value, f"--set {text}")
+            sections[section][name] = parse_yaml(value, f"--set {text}")
         return self._with(sections, "--set")
 
     def with_tokenizer(self, name: str) -> "Recipe":
@@ -190,6 +190,13 @@ class Recipe:
                 f"{batch} x {devices}. Change one of them with --set."
             )
         return wanted // (batch * devices)
+
+    def warmup_steps(self, steps: int) -> int:
+        """Return the warm-up of a training of `steps` steps: the recipe's share of them, rounded down."""
+        warmup, printed = self.setting("warmup_steps"), int(self.setting("max_steps"))
+        # As TrainingArguments counts; making those would settle the devices of this process.
+        count = int(warmup) if warmup >= 1 else math.ceil(printed * warmup)
+        return count * steps // printed
 
     def length(self, config: Any) -> int:
         """Tokens in an example: what the recipe says, or else the training length of the model.
@@ -303,12 +310,6 @@ def model_fields(assignments: Iterable[str]) -> dict[str, Any]:
     return recipe.model
 
 
-def recipe_names() -> list[str]:
-    """The names of the recipes that come with the package."""
-    files = (resources.files("lex_hf.training") / "presets").iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
-
-
 def load_recipe(name: str | Path) -> Recipe:
     """Read a recipe.
 
@@ -321,13 +322,7 @@ def load_recipe(name: str | Path) -> Recipe:
             type; the message tells where, and what is allowed.
     """
     where = str(name)
-    if where in recipe_names():
-        text = (resources.files("lex_hf.training") / "presets" / f"{where}.yaml").read_text(encoding="utf-8")
-    elif Path(name).is_file() and Path(name).suffix in (".yaml", ".yml"):
-        text = _read(Path(name))
-    else:
-        raise ValueError(_no_recipe(where))
-    sections = _parse(text, where) or {}
+    sections = read_recipe(name) or {}
     if not isinstance(sections, dict):
         raise ValueError(
             f"{where}: a recipe has the sections {', '.join(SECTIONS)}; this is {type(sections).__name__}."
@@ -338,25 +333,6 @@ def load_recipe(name: str | Path) -> Recipe:
         if not isinstance(fields, dict | None):
             raise ValueError(f"{where}: the section {section!r} must hold fields, as max_steps: 2000.")
     return Recipe(where)._with({name: sections.get(name) or {} for name in SECTIONS}, where)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no recipe: it is not UTF-8 text (byte {error.start}).") from error
-
-
-def _no_recipe(name: str) -> str:
-    shipped = ", ".join(recipe_names())
-    close = difflib.get_close_matches(name, recipe_names(), n=1)
-    if Path(name).exists():
-        return (
-            f"{name} is no recipe, which is a .yaml file or one of {shipped}. To train on {name}, put a recipe in "
-            f"front: lex-hf train tiny {name} --output DIR."
-        )
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"There is no recipe {name!r}.{hint} A recipe is one of {shipped}, or the path of a .yaml file."
 
 
 def _locate(key: str, where: str) -> tuple[str, str]:
@@ -406,33 +382,3 @@ def _check(section: str, name: str, value: Any, where: str) -> None:
     raise ValueError(
         f"{where}: {section}.{name} = {reprlib.repr(value)} is {type(value).__name__}; it must be {wanted}."
     )
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as people read it: 1e-4 is a number, yes and no are words, and no key stands twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping, unless a key would be lost."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = [key for index, key in enumerate(keys) if key in keys[:index]]
-        if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _FLOAT)]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_BOOL, re.compile(r"true|false"), list("tf"))
-_Loader.add_implicit_resolver(
-    _FLOAT, re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|[-+]?\.(inf|nan)$"), list("-+.0123456789")
-)
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the last two of numbers and brackets without end
-        raise ValueError(f"{where}: no YAML: {error}") from error
