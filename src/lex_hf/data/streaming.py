@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from lex_hf.data.documents import FOLDER_SUFFIXES
 from lex_hf.data.packing import Packer, too_few_tokens
 from lex_hf.data.tokenizing import tokenize_in_pieces
+from lex_hf.records import content_hash
 
 _CHARACTERS_AT_ONCE = 1_000_000  # what is read together
 _Pieces = list[tuple[NDArray[np.int32], bool]]
@@ -215,11 +215,7 @@ def _batched(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _digest(block: Mapping[str, Iterable[NDArray[np.int32]]]) -> str:
-    digest = blake2b(digest_size=8)
-    for rows in block.values():
-        for row in rows:
-            digest.update(row.tobytes())
-    return digest.hexdigest()
+    return content_hash(row.tobytes() for rows in block.values() for row in rows)
 
 
 def _describe(source: str | Path) -> str:

@@ -5,15 +5,12 @@ Nothing in a card is typed by hand but what [`About`] holds; all figures come fr
 
 import itertools
 import math
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import torch
-import transformers
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.dataclasses import type_validator
@@ -23,7 +20,7 @@ from transformers.utils import CONFIG_NAME, logging
 from lex_hf.data.documents import load_documents
 from lex_hf.evaluation import plots
 from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
-from lex_hf.records import check_file, read_json, to_json, write_text
+from lex_hf.records import check_file, read_json, to_json, versions, write_text
 
 logger = logging.get_logger(__name__)
 
@@ -144,11 +141,7 @@ def measure(
         "evaluation": evaluation,
         "samples": [_sample(model, tokenizer, prompt, seed) for prompt in about.prompts],
         "command": command,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions("torch", "transformers"),
     }
     try:
         write_text(folder / RECORD, to_json(record, indent=1, ensure_ascii=False) + "\n")

@@ -103,6 +103,16 @@ def tiny_config(scheme: str, **fields: Any) -> LexConfig:
     return replace(RECIPE, model=model).config()
 
 
+def tiny_training(steps: int) -> dict[str, Any]:
+    """Return the fields of `TrainingArguments` that decide the weights of a tiny model.
+
+    Args:
+        steps: Optimiser steps.
+    """
+    warmup = min(steps - 1, max(1, RECIPE.warmup_steps(steps)))
+    return {"max_steps": steps, "learning_rate": RECIPE.training["learning_rate"], "warmup_steps": warmup}
+
+
 def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int, seed: int = 0) -> TrainingResult:
     """Train a model, 16 examples a step, and save it in `folder`; from the last checkpoint there, if there is one.
 
@@ -111,9 +121,9 @@ def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int
     """
     set_seed(seed)
     model = LexForCausalLM(config)
-    settings = RECIPE.training | {
-        "max_steps": steps,
-        "warmup_steps": min(steps - 1, max(1, RECIPE.warmup_steps(steps))),
+    settings = {
+        **tiny_training(steps),
+        "per_device_train_batch_size": RECIPE.training["per_device_train_batch_size"],
         "logging_steps": max(1, steps // _LOGS),
         "save_strategy": "no",
         "seed": seed,

@@ -9,10 +9,9 @@ it goes on.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from lex_hf.data.streaming import PackedStream
+from lex_hf.records import content_hash
 from lex_hf.training.run_folder import read_state
 
 logger = logging.get_logger(__name__)
@@ -232,14 +232,19 @@ def check_examples(dataset: Dataset, vocab_size: int) -> str:
     if len(dataset) == 0:
         raise ValueError("The dataset has no examples.")
     columns = [name for name in ("input_ids", "position_ids") if name in dataset.column_names]
-    length, digest = len(dataset[0]["input_ids"]), blake2b(digest_size=8)
-    for table in dataset.select_columns(columns).with_format("arrow").iter(_ROWS_AT_ONCE):
-        for name in columns:
+    length = len(dataset[0]["input_ids"])
+    digest = content_hash(_checked(dataset.select_columns(columns), length, vocab_size))
+    return f"{len(dataset)} examples of {length} tokens, {digest}"
+
+
+def _checked(dataset: Dataset, length: int, vocab_size: int) -> Iterator[bytes]:
+    """Yield the content of all columns, some rows at a time."""
+    for table in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
+        for name in dataset.column_names:
             values = _numbers(table[name], name, length)
             if name == "input_ids":
                 _check_ids(values, vocab_size)
-            digest.update(values.tobytes())
-    return f"{len(dataset)} examples of {length} tokens, {digest.hexdigest()}"
+            yield values.tobytes()
 
 
 def _numbers(column: pa.ChunkedArray, name: str, length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -270,7 +275,7 @@ def _check_ids(ids: np.ndarray[Any, np.dtype[np.int32]], vocab_size: int) -> Non
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     words = sorted(tokenizer.get_vocab().items()), sorted(map(str, tokenizer.special_tokens_map.items()))
-    return f"{len(tokenizer)} tokens, {blake2b(json.dumps(words).encode(), digest_size=8).hexdigest()}"
+    return f"{len(tokenizer)} tokens, {content_hash([json.dumps(words).encode()])}"
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
