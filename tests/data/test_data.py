@@ -118,7 +118,7 @@ class TestLoadDocuments:
         assert texts == ["file", "one", "two"]
         assert calls == [("some/wiki", "en.1", "test")]
         for field in ("text", "id"):
-            with pytest.raises(ValueError, match=f"'{field}' is no column of text.*'content'"):
+            with pytest.raises(ValueError, match=f"'{field}' is not a column of text.*'content'"):
                 load_documents(["some/wiki"], text_field=field)
 
     def test_hub_dataset_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:

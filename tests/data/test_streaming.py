@@ -102,7 +102,7 @@ class TestDocuments:
         documents = stream_documents(["x.txt", "some/wiki:en.1"], text_field="content", split="test")
         assert [row["text"] for row in documents] == ["file", "one", "two"]
         assert calls == [("some/wiki", "en.1", "test", True)]
-        with pytest.raises(ValueError, match="'id' is no column of text"):
+        with pytest.raises(ValueError, match="'id' is not a column of text"):
             stream_documents(["some/wiki"], text_field="id")
 
 

@@ -370,7 +370,7 @@ class TestServe:
 
     def test_what_is_no_model_that_generates(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("lex_hf.inference.serve.is_serve_available", lambda: True)
-        assert "--device stands where MODEL should" in self.serve("--device", "cpu", folder)
+        assert "--device is an option, not a MODEL" in self.serve("--device", "cpu", folder)
         absent = folder / "absent"
         assert f"{absent} is not a folder or Hub id of a model" in self.serve(absent)
         for auto in (AutoModel, AutoModelForSequenceClassification):

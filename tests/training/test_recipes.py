@@ -105,7 +105,7 @@ class TestFiles:
             ("training: {learning_rat: 3}", r"training has no field 'learning_rat'.*'learning_rate'"),
             ("data: {lenght: 3}", r"data has no field 'lenght'.*'length'"),
             ("data: {qqqq: 3}", r"data has no field 'qqqq'; there are: tokenizer, length"),
-            ("training: {output_dir: x}", r"output_dir is no part of a recipe; use --output"),
+            ("training: {output_dir: x}", r"output_dir does not belong in a recipe; use --output"),
             ("training: {gradient_accumulation_steps: 2}", r"use examples_per_step of data"),
             ("training: {max_steps: 2.5}", r"training.max_steps = 2.5 is float; it must be int"),
             ("training: {bf16: 1}", r"training.bf16 = 1 is int; it must be bool"),

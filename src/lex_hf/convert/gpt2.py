@@ -1,4 +1,4 @@
-"""Models that begin with the weights of others: GPT-2 here, the official checkpoints in `torchscale.py`."""
+"""Warm start from GPT-2: a LEX model with its weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,8 +18,8 @@ _REQUIRED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": Fals
 def from_gpt2(model: PreTrainedModel | str | Path, **config_fields: Any) -> LexForCausalLM:
     """Build a LEX model from GPT-2 weights: the same architecture but for the positions.
 
-    GPT-2's learned positions have no place in a model with other positions and are dropped, so the new model has to be
-    trained before it is of use. With `position_embedding_type="learned", attention_pattern="full"` they are kept, and
+    GPT-2's learned positions have no place in a model with other positions and are dropped, so the new model must be
+    trained before it is useful. With `position_embedding_type="learned", attention_pattern="full"` they are kept, and
     the model computes what GPT-2 does.
 
     Args:
@@ -31,8 +31,8 @@ def from_gpt2(model: PreTrainedModel | str | Path, **config_fields: Any) -> LexF
         The model in evaluation mode, with weights of its own in the dtype of GPT-2's.
 
     Raises:
-        ValueError: If there is no such model, it cannot be read, lacks weights, is no GPT-2, computes what LEX does
-            not, or contradicts `config_fields`; the message says which.
+        ValueError: If there is no such model, it cannot be read, lacks weights, is not a GPT-2, computes something
+            that LEX does not, or contradicts `config_fields`; the message says which.
 
     Example:
         >>> model = from_gpt2("openai-community/gpt2", position_embedding_type="rope")  # doctest: +SKIP
@@ -96,7 +96,7 @@ def _config(gpt2: PreTrainedModel, fields: Mapping[str, Any]) -> LexConfig:
 
 
 def _weights(theirs: Mapping[str, torch.Tensor], config: LexConfig) -> dict[str, torch.Tensor]:
-    """Rename and cut; GPT-2 stores the matrices of its layers with the inputs in front, and q, k, v in one."""
+    """Rename, transpose and split: GPT-2 stores its matrices as `(inputs, outputs)`, and q, k, v in one."""
     ours = {
         "model.embed_tokens.weight": theirs["transformer.wte.weight"],
         "lm_head.weight": theirs["lm_head.weight"],

@@ -37,11 +37,11 @@ def load_documents(sources: Sequence[str | Path], *, text_field: str = "text", s
     * a folder: its `.txt`, `.md`, `.rst`, `.py`, `.jsonl`, `.jsonl.gz` files, at any depth, sorted by path;
     * where no such path exists, a dataset of the Hub as `name`, `owner/name` or `owner/name:configuration`.
 
-    Blank lines and empty texts in JSON lines, empty texts in Hub datasets and empty files in a folder are no
+    Blank lines and empty texts in JSON lines, empty texts in Hub datasets and empty files in a folder are not
     documents and are left out.
 
     Args:
-        sources: What to read.
+        sources: Files, folders and datasets of the Hub.
         text_field: The field of JSON lines, or the column of a Hub dataset, that holds the text.
         split: The split of a Hub dataset.
 
@@ -60,21 +60,22 @@ def load_documents(sources: Sequence[str | Path], *, text_field: str = "text", s
 def stream_documents(
     sources: Sequence[str | Path], *, text_field: str = "text", split: str = "train"
 ) -> IterableDataset:
-    """Read the documents that `load_documents` reads while they are asked for: sources may be larger than memory.
+    """Read the documents of `load_documents` one at a time, as they are needed: sources may be larger than memory.
 
     Only a document at a time is held, so a file that is one document must fit into memory; JSON lines need not.
 
     Args:
-        sources: What to read, as for `load_documents`.
+        sources: As for `load_documents`.
         text_field: The field of JSON lines, or the column of a Hub dataset, that holds the text.
         split: The split of a Hub dataset.
 
     Returns:
-        A dataset with the column `text`, in the order of `load_documents`. Its `state_dict` tells the next document.
+        A dataset with the column `text`, in the order of `load_documents`. Its `state_dict` holds the position of
+        the next document.
 
     Raises:
         FileNotFoundError: If a source is neither a file, nor a folder, nor a dataset that can be loaded.
-        ValueError: As `load_documents`; what is wrong inside of a file is found when it is read.
+        ValueError: As `load_documents`; errors inside a file are found when it is read.
     """
     _check_sources(sources)
     return concatenate_datasets([_stream_source(source, text_field, split) for source in sources])
@@ -105,7 +106,7 @@ def _stream_source(source: str | Path, text_field: str, split: str) -> IterableD
     if not files:
         raise ValueError(f"{source}: no documents; every text in it is empty.")
     for path in files:
-        path.open("rb").close()  # what cannot be read shall be known before hours of training
+        path.open("rb").close()  # an unreadable file must be found before hours of training
     names = [str(path) for path in files]
     return IterableDataset.from_generator(
         _generate_texts, features=_TEXT_FEATURES, gen_kwargs={"files": names, "text_field": text_field}
@@ -113,7 +114,7 @@ def _stream_source(source: str | Path, text_field: str, split: str) -> IterableD
 
 
 def _printable(path: Path) -> str:
-    """Name a file in UTF-8, in which alone datasets hold texts."""
+    """Name a file in UTF-8, the only encoding of texts in datasets."""
     return str(path).encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
@@ -124,7 +125,7 @@ def _generate_texts(files: list[str], text_field: str) -> Iterator[dict[str, str
 
 
 def _files(source: str | Path) -> list[Path] | None:
-    """The files of a source, or `None` if it is a dataset of the Hub."""
+    """Return the files of a source, or `None` if it is a dataset of the Hub."""
     path = Path(source)
     if path.is_dir():
         return _files_of_folder(path)
@@ -228,7 +229,7 @@ def _stream_from_hub(source: str, text_field: str, split: str) -> IterableDatase
     name, configuration = _hub_name(source)
     with _explained(name):
         dataset = load_dataset(name, configuration, split=split, streaming=True)
-        if dataset.features is None:  # some formats tell their columns in the first row only
+        if dataset.features is None:  # some formats show their columns in the first row only
             dataset = dataset.cast(Dataset.from_list([next(iter(dataset))]).features)
     _check_column(name, text_field, dataset.features)
     texts = dataset.select_columns(text_field).rename_column(text_field, "text").filter(_has_text)
@@ -255,7 +256,7 @@ def _explained(name: str) -> Iterator[None]:
 def _check_column(name: str, text_field: str, features: Mapping[str, Any]) -> None:
     if features.get(text_field) not in _TEXT_TYPES:
         raise ValueError(
-            f"{name}: {text_field!r} is no column of text. The columns are {features}; choose one with text_field."
+            f"{name}: {text_field!r} is not a column of text. The columns are {features}; choose one with text_field."
         )
 
 

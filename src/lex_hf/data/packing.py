@@ -26,8 +26,8 @@ def pack(
         documents: A dataset with the column `text`, as `load_documents` returns it.
         tokenizer: Any tokenizer with an `eos_token`.
         length: Tokens per example, at least 2 (an example of one token has nothing to predict).
-        separate_documents: Whether tokens shall see, and be predicted from, their own document only. A document that
-            goes on in the next example begins anew there.
+        separate_documents: Whether tokens see, and are predicted from, their own document only. A document that
+            continues in the next example starts again there.
 
     Returns:
         A dataset with the column `input_ids`: rows of exactly `length` token ids. With `separate_documents` also
@@ -102,7 +102,7 @@ class Packer:
         self._at_start = True
 
     def resume(self, tokens: Sequence[int], starts: Sequence[bool]) -> None:
-        """Go on where a packer had these `tokens` and `starts`, between two documents."""
+        """Resume where a packer had these `tokens` and `starts`, between two documents."""
         self.tokens, self.starts = np.array(tokens, np.int32), np.array(starts, bool)
         self._at_start = True
 

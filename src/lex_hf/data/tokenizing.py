@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 DOCUMENTS_PER_BATCH = 100
 TOKEN_FEATURES = Features({"input_ids": List(Value("int32"))})
 
-_CHARACTERS_AT_ONCE = 1 << 17  # what is tokenised together
+_CHARACTERS_AT_ONCE = 1 << 17  # tokenised together
 _CHARACTERS_OF_A_PIECE = 1 << 12
 
 
@@ -35,11 +35,11 @@ def tokenize_documents(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -
 def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[NDArray[np.int32]]:
     """Turn texts into token ids, without special tokens and without a limit on the length.
 
-    Long texts are read in pieces if the ids are the same: what a tokenizer makes of a text takes a hundred times its
-    memory.
+    Long texts are read in pieces if the ids are the same: the result of a tokenizer takes a hundred times the memory
+    of its text.
 
     Returns:
-        Of each text an array of shape `(tokens,)`.
+        An array of shape `(tokens,)` for each text.
     """
     pieces: list[list[NDArray[np.int32]]] = [[]]
     for group in tokenize_in_pieces(texts, tokenizer):
@@ -53,7 +53,7 @@ def tokenize(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[N
 def tokenize_in_pieces(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[list[tuple[NDArray[np.int32], bool]]]:
-    """Do what `tokenize` does, and yield some pieces at a time, each with whether a text ends with it."""
+    """Tokenise as `tokenize` does, but yield some pieces at a time, each with whether a text ends with it."""
     for group in _grouped(_pieces(texts, tokenizer)):
         # verbose=False: a document longer than the tokenizer's model_max_length needs no warning here.
         encoded = tokenizer(
@@ -82,7 +82,7 @@ def _pieces(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterato
 
 
 def _next_cut(text: str, start: int, places: re.Pattern[str], whole: Sequence[str]) -> int | None:
-    """The first place from `start` on where no word of `whole` would be cut."""
+    """Return the first place from `start` on where no word of `whole` would be cut."""
     for place in places.finditer(text, start):
         cut = place.start()
         if cut < len(text) and not any(
@@ -115,7 +115,7 @@ def _places_to_cut(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None
 
 
 def _grouped(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    """Put together what is tokenised at once."""
+    """Group the pieces that are tokenised together."""
     group: list[tuple[str, bool]] = []
     characters = 0
     for piece in pieces:

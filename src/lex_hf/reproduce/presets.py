@@ -157,7 +157,7 @@ def _paper(paper: str) -> Preset:
     return _of_recipe(
         load_recipe("gpt-medium" if paper == LEX else "sandwich-162m"),
         name="paper",
-        tokenizer="gpt2",  # the name that folders of models are a hash of
+        tokenizer="gpt2",  # part of the hash in the names of model folders
         test_tokens=None,
         segments=1000,
         measured_segments=64,
@@ -173,7 +173,7 @@ def _of_recipe(recipe: Recipe, **measuring: Any) -> Preset:
     training["warmup_steps"] = recipe.warmup_steps(printed["max_steps"])
     paper = lex_optimizer()
     optimizer = {name: printed[name] for name in paper if name in printed}
-    # Left out if it is the paper's, which is the default: the folders of models are a hash of what stands here.
+    # Left out if it is the paper's, which is the default: folders of models are named after a hash of this.
     if any(optimizer[name] != paper[name] for name in optimizer if name != "learning_rate"):
         training |= optimizer
     if printed.get("bf16"):

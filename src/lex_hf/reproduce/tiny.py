@@ -117,7 +117,7 @@ def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int
     """Train a model, 16 examples a step, and save it in `folder`; from the last checkpoint there, if there is one.
 
     Raises:
-        KeyboardInterrupt: If training was stopped; the same call goes on from its checkpoint.
+        KeyboardInterrupt: If training was stopped; the same call resumes from its checkpoint.
     """
     set_seed(seed)
     model = LexForCausalLM(config)
