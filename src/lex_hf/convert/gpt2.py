@@ -56,20 +56,14 @@ def _load(path: str | Path) -> PreTrainedModel:
 
 
 def _config(gpt2: PreTrainedModel, fields: Mapping[str, Any]) -> LexConfig:
+    """Make the configuration: GPT-2's, with these fields; refuse what LEX does not compute, and contradictions."""
     theirs = gpt2.config
     wrong = [
         f"{name} = {getattr(theirs, name)}" for name, value in _REQUIRED.items() if getattr(theirs, name) != value
     ]
     if wrong:
         raise ValueError(f"LEX does not compute what this GPT-2 does: {', '.join(wrong)}.")
-    sizes: dict[str, Any] = {
-        "vocab_size": theirs.vocab_size,
-        "hidden_size": theirs.n_embd,
-        "num_hidden_layers": theirs.n_layer,
-        "num_attention_heads": theirs.n_head,
-        "intermediate_size": theirs.n_inner or 4 * theirs.n_embd,
-        "tie_word_embeddings": theirs.tie_word_embeddings,
-    }
+    sizes = _sizes(theirs)
     wrong = [
         f"{name} = {fields[name]!r}, GPT-2 has {sizes[name]!r}"
         for name in sizes
@@ -80,7 +74,25 @@ def _config(gpt2: PreTrainedModel, fields: Mapping[str, Any]) -> LexConfig:
     length = fields.get("training_length", theirs.n_positions)
     if fields.get("position_embedding_type") == "learned" and length > theirs.n_positions:
         raise ValueError(f"training_length = {length}: learned positions end at GPT-2's {theirs.n_positions}.")
-    ours: dict[str, Any] = {
+    lengths = {"training_length": length, "xpos_scale_base": length / 2}
+    return LexConfig(**{**sizes, **_computation(theirs), **lengths, **fields})
+
+
+def _sizes(theirs: Any) -> dict[str, Any]:
+    """Return the fields that the weights decide."""
+    return {
+        "vocab_size": theirs.vocab_size,
+        "hidden_size": theirs.n_embd,
+        "num_hidden_layers": theirs.n_layer,
+        "num_attention_heads": theirs.n_head,
+        "intermediate_size": theirs.n_inner or 4 * theirs.n_embd,
+        "tie_word_embeddings": theirs.tie_word_embeddings,
+    }
+
+
+def _computation(theirs: Any) -> dict[str, Any]:
+    """Return the fields that LEX names otherwise, or takes over."""
+    return {
         "hidden_act": theirs.activation_function,
         "layer_norm_eps": theirs.layer_norm_epsilon,
         "initializer_range": theirs.initializer_range,
@@ -89,10 +101,7 @@ def _config(gpt2: PreTrainedModel, fields: Mapping[str, Any]) -> LexConfig:
         "bos_token_id": theirs.bos_token_id,
         "eos_token_id": theirs.eos_token_id,
         "pad_token_id": theirs.pad_token_id,
-        "training_length": length,
-        "xpos_scale_base": length / 2,
     }
-    return LexConfig(**{**sizes, **ours, **fields})
 
 
 def _weights(theirs: Mapping[str, torch.Tensor], config: LexConfig) -> dict[str, torch.Tensor]:

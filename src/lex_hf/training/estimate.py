@@ -116,32 +116,16 @@ def estimate(
     Raises:
         ValueError: If a number is less than 1, or too large for any device.
     """
-    for name, value in (
-        ("length", length),
-        ("batch_size", batch_size),
-        ("accumulation", accumulation),
-        ("devices", devices),
-        ("steps", steps),
-    ):
-        if value is not None and not 1 <= value < 2**53:
-            raise ValueError(f"{name} = {reprlib.repr(value)}: it must be at least 1 and less than 2**53.")
-    widest = max(config.vocab_size, config.hidden_size, config.intermediate_size)
-    if batch_size * length * max(widest, config.num_attention_heads * length) >= 2**60:
-        raise ValueError(
-            f"A batch of {batch_size} x {length} tokens, with {widest} values for each, is too large for any device."
-        )
+    _check_counts(length=length, batch_size=batch_size, accumulation=accumulation, devices=devices, steps=steps)
+    _check_batch(config, batch_size, length)
     counts = _count_parameters(config)
     shards = devices if sharded else 1
     per_parameter = _OPTIMIZER_BYTES.get(optimizer)
     weights = 4 * -(-counts["all"] // shards)
-    memory = Memory(
-        weights=weights,
-        gradients=weights,
-        optimizer=None if per_parameter is None else per_parameter * weights // 4,
-        activations=activation_bytes(
-            config, batch_size, length, mixed_precision=mixed_precision, checkpointing=activation_checkpointing
-        ),
+    activations = activation_bytes(
+        config, batch_size, length, mixed_precision=mixed_precision, checkpointing=activation_checkpointing
     )
+    state = None if per_parameter is None else per_parameter * weights // 4
     examples = batch_size * accumulation * devices
     tokens = None if steps is None else steps * examples * length
     keys = sum(visible_keys(config, pattern, length) for pattern in config.layer_patterns)
@@ -156,10 +140,24 @@ def estimate(
         tokens_per_step=examples * length,
         steps=steps,
         tokens=tokens,
-        memory=memory,
+        memory=Memory(weights=weights, gradients=weights, optimizer=state, activations=activations),
         flops_per_token=flops_per_token,
         flops=None if tokens is None else tokens * flops_per_token,
     )
+
+
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and not 1 <= value < 2**53:
+            raise ValueError(f"{name} = {reprlib.repr(value)}: it must be at least 1 and less than 2**53.")
+
+
+def _check_batch(config: LexConfig, batch_size: int, length: int) -> None:
+    widest = max(config.vocab_size, config.hidden_size, config.intermediate_size)
+    if batch_size * length * max(widest, config.num_attention_heads * length) >= 2**60:
+        raise ValueError(
+            f"A batch of {batch_size} x {length} tokens, with {widest} values for each, is too large for any device."
+        )
 
 
 def visible_keys(config: LexConfig, pattern: str, length: int) -> float:
