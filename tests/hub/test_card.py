@@ -143,7 +143,7 @@ def test_perplexities_that_are_not_finite_are_said_and_rendered_again(
 @pytest.mark.parametrize("content", ["[]", "{}", '{"about": 1}', '{"about":', "null", '"text"'])
 def test_records_that_are_none_give_a_sentence(content: str, tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text(content)
-    with pytest.raises(ValueError, match=r"record.json is (no record|not JSON)"):
+    with pytest.raises(ValueError, match=r"record.json is (not a record|not JSON)"):
         card.write_card(tmp_path)
 
 

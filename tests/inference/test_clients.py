@@ -365,7 +365,7 @@ class TestServe:
     @pytest.mark.parametrize("options", [["--continuous-batching"], ["--device", "cpu", "--cb-block-size=16"]])
     def test_continuous_batching(self, folder: Path, options: list[str]) -> None:
         said = self.serve(folder, *options)
-        assert said.startswith(f"Error: {options[-1]}: continuous batching pages the cache")
+        assert said.startswith(f"Error: {options[-1]}: continuous batching uses paged caches")
         assert "call model.generate() with a left-padded batch" in said
 
     def test_what_is_no_model_that_generates(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
