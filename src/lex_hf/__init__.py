@@ -81,7 +81,7 @@ sys.meta_path.append(
             "resolution": "evaluation.resolution",
             "streaming": "data.streaming",
             "tiny": "reproduce.tiny",
-            "tokenization": "data.tokenization",
+            "tokenization": "data.tokenizers",
         },
     )
 )

@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 
 from lex_hf.cli import interrupts
 from lex_hf.cli.app import app
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation import invariance
 from lex_hf.hub import card
 from lex_hf.reproduce import demo, extrapolation, models

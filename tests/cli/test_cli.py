@@ -17,7 +17,7 @@ from helpers.official import official_state
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from lex_hf import LexForCausalLM, measure_resolution, receptive_field
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity
 from lex_hf.training.recipes import load_recipe
 
@@ -151,7 +151,7 @@ def test_bad_models_and_options(tmp_path: Path, model: Path, text: Path) -> None
         "names no tokenizer: give a folder or Hub id": ["train", "small", text, *out, *setting(bf16="false")],
         "no tokenizer that loads": ["train", *new, "--tokenizer", tmp_path / "nothing"],
         "A training needs texts and a folder": ["train", "tiny", *out],
-        "put a recipe in front: lex-hf train tiny": ["train", text, *out],
+        "name a recipe first: lex-hf train tiny": ["train", text, *out],
         "Did you mean 'small'?": ["train", "smal", text, *out],
         "examples_per_step = 16: it must be a multiple of": ["train", *new, *setting(per_device_train_batch_size=7)],
         "device = 'tpu9'": ["generate", model, "a", "--device", "tpu9"],

@@ -19,7 +19,7 @@ import lex_hf
 import lex_hf.evaluation.loading
 from lex_hf import LexForSequenceClassification
 from lex_hf.cli.app import app
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.lm_eval import documents
 from lex_hf.evaluation.loading import check_checkpoint, load_for_evaluation
 

@@ -36,7 +36,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import lex_hf
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import (
     PROTOCOLS,
     ContextBucket,

@@ -8,10 +8,12 @@ import torch
 from datasets import Dataset
 
 from lex_hf import LexConfig, LexForCausalLM
-from lex_hf.data.documents import pack, stream_documents
+from lex_hf.data.documents import stream_documents
+from lex_hf.data.packing import pack
 from lex_hf.data.streaming import PackedStream
-from lex_hf.data.tokenization import byte_tokenizer
-from lex_hf.training.trainer import TrainingResult, train, training_arguments
+from lex_hf.data.tokenizers import byte_tokenizer
+from lex_hf.training.arguments import training_arguments
+from lex_hf.training.trainer import TrainingResult, train
 
 LENGTH = 12
 

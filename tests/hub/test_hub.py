@@ -27,7 +27,7 @@ from typer.testing import CliRunner
 
 import lex_hf
 from lex_hf.cli.app import app
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.hub.push import TIMEOUT, FolderFile, examine_folder, files_to_push, plain_errors, push_folder
 from lex_hf.model.modeling_lex import AUTO_MAP
 
@@ -120,7 +120,7 @@ def published(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[HubSer
     code = f"""
     from huggingface_hub import ModelCard
     from lex_hf import LexForCausalLM
-    from lex_hf.data.tokenization import byte_tokenizer
+    from lex_hf.data.tokenizers import byte_tokenizer
     LexForCausalLM.from_pretrained({str(work / "model")!r}).push_to_hub({REPO!r})
     byte_tokenizer().push_to_hub({REPO!r})
     ModelCard({CARD!r}).push_to_hub({REPO!r})

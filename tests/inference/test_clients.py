@@ -33,7 +33,7 @@ from typer.testing import CliRunner
 
 from lex_hf import LexCache, LexForCausalLM, LexStaticCache
 from lex_hf.cli.app import app
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 
 PROMPTS = ["In a hole in the ground", "né", "There lived a test; it had failed once, and it would never fail again."]
 CPU = torch.device("cpu")
@@ -365,12 +365,12 @@ class TestServe:
     @pytest.mark.parametrize("options", [["--continuous-batching"], ["--device", "cpu", "--cb-block-size=16"]])
     def test_continuous_batching(self, folder: Path, options: list[str]) -> None:
         said = self.serve(folder, *options)
-        assert said.startswith(f"Error: {options[-1]}: continuous batching pages the cache")
+        assert said.startswith(f"Error: {options[-1]}: continuous batching uses paged caches")
         assert "call model.generate() with a left-padded batch" in said
 
     def test_what_is_no_model_that_generates(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("lex_hf.inference.serve.is_serve_available", lambda: True)
-        assert "--device stands where MODEL should" in self.serve("--device", "cpu", folder)
+        assert "--device is an option, not a MODEL" in self.serve("--device", "cpu", folder)
         absent = folder / "absent"
         assert f"{absent} is not a folder or Hub id of a model" in self.serve(absent)
         for auto in (AutoModel, AutoModelForSequenceClassification):

@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 
 from lex_hf import LexForCausalLM
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity
 from lex_hf.reproduce import extrapolation, tiny
 

@@ -29,7 +29,7 @@ from lex_hf.reproduce.running import Plan, Request, run
 from lex_hf.reproduce.statements import Cell, difference, document_difference, marks, statements
 from lex_hf.reproduce.tables import Claim, System, Table
 from lex_hf.reproduce.tiny import TRAINING_LENGTH, tiny_config
-from lex_hf.training.trainer import last_checkpoint
+from lex_hf.training.run_folder import last_checkpoint
 
 
 @pytest.fixture

@@ -21,18 +21,15 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import lex_hf.training.run_folder
-from lex_hf.data.documents import pack
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.packing import pack
+from lex_hf.data.tokenizers import byte_tokenizer
+from lex_hf.training.arguments import training_arguments
+from lex_hf.training.divergence import TrainingDiverged
+from lex_hf.training.interruption import TrainingInterrupted
 from lex_hf.training.recipes import load_recipe
-from lex_hf.training.run_folder import LOCK_NAME, claimed
-from lex_hf.training.trainer import (
-    Change,
-    TrainingDiverged,
-    TrainingInterrupted,
-    last_checkpoint,
-    train,
-    training_arguments,
-)
+from lex_hf.training.run_folder import LOCK_NAME, claimed, last_checkpoint
+from lex_hf.training.run_record import Change
+from lex_hf.training.trainer import train
 
 STEPS = {"max_steps": 6, "save_steps": 2, "save_total_limit": None}
 
@@ -392,7 +389,7 @@ class TestWeights:
 HOLDING = """
 import sys, time
 from lex_hf.training.run_folder import claimed
-from lex_hf.training.trainer import training_arguments
+from lex_hf.training.arguments import training_arguments
 
 with claimed(training_arguments(sys.argv[1]), resume=False, overwrite=False):
     print("held", flush=True)
@@ -641,7 +638,7 @@ class TestCommand:
         command = ["train", "tiny", text, "--output", tmp_path / "out", *SMALL, *setting(max_steps=2)]
         missing = lex(*command, *setting(use_liger_kernel="true"))
         assert missing.exit_code == 1
-        assert "asks for what is not here" in missing.stderr
+        assert "needs what is not available here" in missing.stderr
         assert not (tmp_path / "out").exists()
         assert lex(*command).exit_code == 0
 

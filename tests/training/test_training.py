@@ -31,14 +31,12 @@ from typer.testing import CliRunner
 
 from lex_hf import LexForCausalLM
 from lex_hf.cli.app import app
-from lex_hf.data.documents import pack
+from lex_hf.data.packing import pack
 from lex_hf.data.streaming import PackedStream
-from lex_hf.training.trainer import (
-    TrainingInterrupted,
-    TrainingResult,
-    last_checkpoint,
-    training_arguments,
-)
+from lex_hf.training.arguments import training_arguments
+from lex_hf.training.interruption import TrainingInterrupted
+from lex_hf.training.run_folder import last_checkpoint
+from lex_hf.training.trainer import TrainingResult
 
 
 def _hand_loss(model: LexForCausalLM, examples: Dataset) -> float:
@@ -450,7 +448,7 @@ class TestTwoProcesses:
     @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
     def test_sharding_is_not_left_out_in_silence(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-        with pytest.raises(ValueError, match="FSDP is asked for, and there is no accelerator here"):
+        with pytest.raises(ValueError, match="FSDP was requested, and there is no accelerator here"):
             _train(tmp_path, _model(), _examples(4), max_steps=1)
 
 
@@ -592,7 +590,7 @@ class TestArguments:
 
     def test_what_is_not_installed(self, tmp_path: Path) -> None:
         for fields in ({"report_to": "comet_ml"}, {"optim": "adamw_bnb_8bit"}):
-            with pytest.raises(ValueError, match=r"asks for what is not here: .*(comet|bitsandbytes)"):
+            with pytest.raises(ValueError, match=r"needs what is not available here: .*(comet|bitsandbytes)"):
                 _train(tmp_path, _model(), _examples(4), max_steps=1, **fields)
 
 

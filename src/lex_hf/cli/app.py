@@ -361,7 +361,7 @@ def tokenizer_command(
 ) -> None:
     """Train a byte-level BPE tokenizer, the kind of GPT-2; texts may be larger than memory."""
     from lex_hf.data.documents import stream_documents
-    from lex_hf.data.tokenization import train_tokenizer
+    from lex_hf.data.tokenizers import train_tokenizer
 
     with _session(as_json) as console:
         check_new_folder(output, "--output")
@@ -966,7 +966,8 @@ def _models_and_segments(
     text_field: str,
 ) -> Iterator[tuple[str, Any, Any]]:
     """The model with each attention pattern, under its name, and segments of the texts as token ids."""
-    from lex_hf.data.documents import load_documents, tokenize_documents
+    from lex_hf.data.documents import load_documents
+    from lex_hf.data.tokenizing import tokenize_documents
     from lex_hf.evaluation.perplexity import load_for_evaluation
 
     texts = load_documents(files, text_field=text_field)
@@ -1076,12 +1077,13 @@ def _train(
     from lex_hf import LexForCausalLM
     from lex_hf.evaluation.perplexity import load_for_evaluation
     from lex_hf.training import trainer as training
+    from lex_hf.training.arguments import check_arguments
     from lex_hf.training.run_folder import RECIPE_NAME, claimed
 
     check_folder(output, "--output")
     # First: they find the processes of a launcher and their devices, which loading a model would settle otherwise.
     arguments = plan.arguments(output)
-    training.check_arguments(arguments, rules["resume"], rules["allow_changes"])
+    check_arguments(arguments, rules["resume"], rules["allow_changes"])
     with claimed(arguments, resume=rules["resume"], overwrite=rules["overwrite"], also=[RECIPE_NAME]):
         examples_of = _packing(plan, sources, arguments.seed)
         set_seed(arguments.seed)
@@ -1109,7 +1111,8 @@ def _train(
 
 def _packing(plan: Any, sources: list[str], seed: int, *, in_memory: bool = False) -> Any:
     """Find the documents now, so that what is not there is known at once; pack them when there is a tokenizer."""
-    from lex_hf.data.documents import load_documents, pack, stream_documents
+    from lex_hf.data.documents import load_documents, stream_documents
+    from lex_hf.data.packing import pack
     from lex_hf.data.streaming import PackedStream
 
     options = {"text_field": plan.data.text_field, "split": plan.data.split}

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lex_hf.data.documents import tokenize
+from lex_hf.data.tokenizing import tokenize
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lex_hf.data.documents import load_documents
-from lex_hf.data.tokenization import byte_tokenizer, train_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer, train_tokenizer
 from lex_hf.records import whole_folder
 from lex_hf.reproduce.tiny import standard_library
 from lex_hf.training import recipes

@@ -4,8 +4,6 @@ A cell has one value for each seed, and behind it values for each document or se
 systems, so that differences can be tested in pairs. Perplexities are kept as mean losses in nats per token.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,9 +18,8 @@ from lex_hf import LexConfig
 from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
 from lex_hf.evaluation.receptive_field import empirical_receptive_field, receptive_field
 from lex_hf.evaluation.resolution import attention_resolution, expected_attention, measure_resolution
-from lex_hf.records import read_json
+from lex_hf.records import fingerprint, read_json, write_json
 from lex_hf.reproduce.corpora import Texts, long_enough, segments
-from lex_hf.reproduce.models import write_json
 from lex_hf.reproduce.presets import Preset
 from lex_hf.reproduce.tables import ERF, JUMP, RESOLUTION, SHARE, VARIATION, System, Table
 
@@ -122,8 +119,7 @@ def _key(setting: Setting, system: System, texts: Texts, printed: int) -> str:
         "texts": texts.sha256,
         **sizes,
     }
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return f"{table.measure}-{setting.length(printed)}-{digest[:12]}"
+    return f"{table.measure}-{setting.length(printed)}-{fingerprint(content)[:12]}"
 
 
 def _pattern(setting: Setting, system: System) -> dict[str, Any]:

@@ -4,9 +4,6 @@ The hash is over the fields of the config that differ from the defaults, the tra
 and the training texts; not over versions or hardware, which are recorded beside the model.
 """
 
-import hashlib
-import json
-import platform
 import shutil
 import time
 from collections.abc import Mapping
@@ -20,13 +17,17 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, set_seed
 
 from lex_hf import LexConfig, LexForCausalLM
-from lex_hf.records import read_json, write_text
-from lex_hf.training.trainer import TrainingInterrupted, last_checkpoint, train, training_arguments
+from lex_hf.records import fingerprint, hardware, read_json, versions, write_json
+from lex_hf.training.arguments import training_arguments
+from lex_hf.training.interruption import TrainingInterrupted
+from lex_hf.training.run_folder import last_checkpoint
+from lex_hf.training.trainer import train
 
 DONE = "training.json"  # written when a model is whole
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the tokenizer decides them
 _WITHOUT_EFFECT = ("chunked_loss", "use_cache", *_IDS)
 _CHECKPOINTS, _LOGS = 10, 15  # of a training
+LIBRARIES = ("lex-hf", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy", "scipy")
 
 State = Literal["trained", "begun", "missing"]
 
@@ -67,9 +68,9 @@ class Job:
     @property
     def name(self) -> str:
         """Name of its folder: the scheme, the training length, the seed and the hash."""
-        digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
         config = self.config
-        return f"{config.position_embedding_type}-l{config.training_length}-seed{self.seed}-{digest[:12]}"
+        digest = fingerprint(self.identity())[:12]
+        return f"{config.position_embedding_type}-l{config.training_length}-seed{self.seed}-{digest}"
 
     @property
     def steps(self) -> int:
@@ -141,7 +142,7 @@ def ensure(
         "seconds": time.monotonic() - start,
         "resumed": begun,
         "hardware": hardware(),
-        "versions": versions(),
+        "versions": versions(*LIBRARIES),
     }
     if PartialState().is_main_process:
         write_json(folder / DONE, done)
@@ -176,36 +177,3 @@ def _arguments(job: Job, tokens_at_once: int) -> dict[str, Any]:
 def join_processes(output: Path) -> None:
     """Take this process's place among those of a launcher, if there is one, before anything asks who it is."""
     training_arguments(output, use_cpu=not torch.accelerator.is_available())  # on CPUs they are found only if told so
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write what is read again here: as Python's JSON, which has NaN and Infinity."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-
-
-def hardware() -> dict[str, Any]:
-    """What the computation runs on."""
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "threads": torch.get_num_threads(),
-        "accelerators": devices,
-        "processes": PartialState().num_processes,
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that the numbers rest on."""
-    from importlib.metadata import version
-
-    libraries = ("lex-hf", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy", "scipy")
-    return {"python": platform.python_version()} | {name: _version(version, name) for name in libraries}
-
-
-def _version(find: Any, name: str) -> str:
-    try:
-        return str(find(name))
-    except ModuleNotFoundError:  # run from its sources, without being installed
-        return "not installed"

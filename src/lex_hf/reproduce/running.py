@@ -16,9 +16,9 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from lex_hf.cli.terminal import plain_console
-from lex_hf.data.documents import pack
+from lex_hf.data.packing import pack
 from lex_hf.evaluation.loading import find_device
-from lex_hf.records import check_file, check_folder
+from lex_hf.records import check_file, check_folder, hardware, versions
 from lex_hf.reproduce import corpora, models, published, report, tables
 from lex_hf.reproduce.corpora import Texts
 from lex_hf.reproduce.measuring import Measurement, Setting, expectation, measure
@@ -308,8 +308,8 @@ def _heading(plan: Plan) -> dict[str, Any]:
         "seeds": list(plan.request.seeds) if plan.trains else [],
         "data": plan.training.summary() if plan.trains else None,
         "tests": {texts.name: texts.summary() for texts in plan.tests} if plan.trains else {},
-        "versions": models.versions(),
-        "hardware": models.hardware(),
+        "versions": versions(*models.LIBRARIES),
+        "hardware": hardware(),
     }
 
 

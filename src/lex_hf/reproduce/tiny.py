@@ -5,25 +5,33 @@ Nothing is downloaded, and what a model is tested on it was never trained on.
 
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from lex_hf import LexConfig, LexForCausalLM
-from lex_hf.data.documents import load_documents, pack
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.documents import load_documents
+from lex_hf.data.packing import pack
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity
-from lex_hf.training.trainer import TrainingInterrupted, TrainingResult, last_checkpoint, train, training_arguments
+from lex_hf.model.configuration_lex import LexConfig
+from lex_hf.model.modeling_lex import LexForCausalLM
+from lex_hf.training.arguments import training_arguments
+from lex_hf.training.interruption import TrainingInterrupted
+from lex_hf.training.recipes import load_recipe
+from lex_hf.training.run_folder import last_checkpoint
+from lex_hf.training.trainer import TrainingResult, train
 
-TRAINING_LENGTH = 128
+RECIPE = load_recipe("tiny")
+TRAINING_LENGTH: int = RECIPE.model["training_length"]  # 128 bytes
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
 
 LARGEST_SEED = 2**32 - 1  # of NumPy
 MOST_STEPS = 10**9
 
+_LOGS = 15  # of a training
 # Parts of the standard library that are not ordinary code: tests, other people's packages, tables.
 _LEFT_OUT = {"encodings", "idlelib", "lib2to3", "site-packages", "dist-packages", "test", "tests", "turtledemo"}
 _LONG_FILE, _EVERY = 40_000, 4  # of the files of at least 40 000 bytes, every fourth is held back
@@ -91,42 +99,36 @@ def tiny_config(scheme: str, **fields: Any) -> LexConfig:
     Distances scale with l: B = l/2 as in the LEX paper, and T5's last bucket begins at l/4 as in the Sandwich paper,
     whose T5 baseline also multiplies the table by √head_dim; unscaled, few steps teach it next to nothing.
     """
-    return LexConfig(
-        vocab_size=257,
-        hidden_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=384,
-        training_length=TRAINING_LENGTH,
-        position_embedding_type=scheme,
-        xpos_scale_base=TRAINING_LENGTH // 2,
-        t5_max_distance=TRAINING_LENGTH // 4,
-        t5_scaled=True,
-        bos_token_id=256,
-        eos_token_id=256,
-        pad_token_id=256,
-        **fields,
-    )
+    model = RECIPE.model | {"position_embedding_type": scheme} | fields
+    return replace(RECIPE, model=model).config()
+
+
+def tiny_training(steps: int) -> dict[str, Any]:
+    """Return the fields of `TrainingArguments` that decide the weights of a tiny model.
+
+    Args:
+        steps: Optimiser steps.
+    """
+    warmup = min(steps - 1, max(1, RECIPE.warmup_steps(steps)))
+    return {"max_steps": steps, "learning_rate": RECIPE.training["learning_rate"], "warmup_steps": warmup}
 
 
 def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int, seed: int = 0) -> TrainingResult:
     """Train a model, 16 examples a step, and save it in `folder`; from the last checkpoint there, if there is one.
 
     Raises:
-        KeyboardInterrupt: If training was stopped; the same call goes on from its checkpoint.
+        KeyboardInterrupt: If training was stopped; the same call resumes from its checkpoint.
     """
     set_seed(seed)
     model = LexForCausalLM(config)
-    arguments = training_arguments(
-        folder,
-        max_steps=steps,
-        per_device_train_batch_size=16,
-        learning_rate=2e-3,
-        warmup_steps=min(steps - 1, max(1, steps // 15)),
-        logging_steps=max(1, steps // 15),
-        save_strategy="no",
-        seed=seed,
-    )
+    settings = {
+        **tiny_training(steps),
+        "per_device_train_batch_size": RECIPE.training["per_device_train_batch_size"],
+        "logging_steps": max(1, steps // _LOGS),
+        "save_strategy": "no",
+        "seed": seed,
+    }
+    arguments = training_arguments(folder, **settings)
     try:
         return train(model, byte_tokenizer(), examples, arguments, resume=last_checkpoint(folder) is not None)
     except TrainingInterrupted as stopped:

@@ -39,11 +39,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     texts and fills batches on the left.
 
     Args:
-        texts: What to learn merges from.
+        texts: Texts to learn merges from.
         vocab_size: Number of ids: 256 bytes, the merges, and `<|endoftext|>`.
 
     Returns:
-        A tokenizer without a maximum length; it has fewer ids than asked for if the texts hold too few pairs.
+        A tokenizer without a maximum length; it has fewer than `vocab_size` ids if the texts hold too few pairs.
 
     Raises:
         ValueError: If `vocab_size` is less than 257 or more than 2^22, or there are no texts.
@@ -55,7 +55,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     """
     if vocab_size < 257:
         raise ValueError(f"vocab_size = {vocab_size}: must be at least 257, for all bytes and {END_OF_TEXT}.")
-    if vocab_size > LARGEST_VOCABULARY:  # memory for all of it is taken at once
+    if vocab_size > LARGEST_VOCABULARY:  # memory for all of it is allocated at once
         raise ValueError(f"vocab_size = {vocab_size}: must be at most {LARGEST_VOCABULARY}.")
     texts = iter(texts)
     first = next(texts, None)
@@ -64,7 +64,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    # The end-of-text token is added behind the others, as in GPT-2.
+    # The end-of-text token is appended, as in GPT-2.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
@@ -73,7 +73,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def _for_language_models(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """Give a tokenizer what training and generation ask for."""
+    """Give a tokenizer the special tokens and the padding side that training and generation need."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,
