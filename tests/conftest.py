@@ -7,11 +7,16 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hub_server import HubServer
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
 from hypothesis import settings
 
 from lex_hf import LexConfig, LexForCausalLM
@@ -63,3 +68,24 @@ def random_ids(*shape: int, seed: int = 0, vocab_size: int = 97) -> torch.Tensor
 def golden() -> Path:
     """The folder with outputs of the official code; its README tells where each comes from."""
     return Path(__file__).with_name("golden")
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture
+def online(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """The server, which huggingface_hub in this very process then takes for the Hub."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    # It tries a broken upload again, and would wait 23 seconds in between.
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
+    close_session()
+    yield hub
+    close_session()
