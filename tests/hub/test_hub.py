@@ -11,16 +11,15 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from helpers.hub_server import HubServer
 from helpers.models import random_ids, tiny_model
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
-from huggingface_hub.utils import close_session, set_client_factory
+from huggingface_hub.utils import set_client_factory
 from huggingface_hub.utils._http import default_client_factory
 from safetensors.torch import load, save_file
 from typer.testing import CliRunner
@@ -66,27 +65,6 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     return save_model(tmp_path / "model")
-
-
-@pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with HubServer() as server:
-        yield server
-
-
-@pytest.fixture
-def online(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
-    """The server, which huggingface_hub in this very process then takes for the Hub."""
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-    monkeypatch.setenv("HF_TOKEN", hub.token)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    # It tries a broken upload again, and would wait 23 seconds in between.
-    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
-    close_session()
-    yield hub
-    close_session()
 
 
 def environment(hub: HubServer, home: Path, token: str | None = None) -> dict[str, str]:
@@ -163,6 +141,18 @@ print(type(model).__module__)
 """
 
 
+WITHOUT_LEX_HF = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "lex_hf":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+"""
+
+
 def downloads(server: HubServer, before: int) -> set[str]:
     """Names of the files that were fetched since a number of requests."""
     return {path.rsplit("/", 1)[1] for verb, path in server.requests[before:] if verb == "GET" and "/resolve/" in path}
@@ -182,20 +172,10 @@ def test_loading_by_name_where_lex_hf_is_installed(published: tuple[HubServer, P
 def test_loading_by_name_where_lex_hf_is_not_installed(published: tuple[HubServer, Path], tmp_path: Path) -> None:
     server, expected = published
     before = len(server.requests)
-    guard = """
-    import sys
-
-    class Absent:
-        def find_spec(self, name, path=None, target=None):
-            if name.split(".")[0] == "lex_hf":
-                raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    sys.meta_path.insert(0, Absent())
-    """
     code = LOAD.format(repo=REPO, options={"trust_remote_code": True}, expected=str(expected), text=TEXT)
     # A tokenizer needs no code, and no trust.
     code += f"assert AutoTokenizer.from_pretrained({REPO!r}, trust_remote_code=False)('a')['input_ids'] == [97]\n"
-    result = python(textwrap.dedent(guard) + code, environment(server, tmp_path / "home"), "-I")
+    result = python(WITHOUT_LEX_HF + code, environment(server, tmp_path / "home"), "-I")
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip().startswith("transformers_modules.")
     assert downloads(server, before) >= {"config.json", "model.safetensors", "tokenizer.json"} | CODE
@@ -214,6 +194,40 @@ def test_the_command_pushes_a_folder_in_one_commit(hub: HubServer, folder: Path,
     assert [commit.message for commit in repository.commits] == ["initial commit", "First words"]
     sha = repository.commits[-1].sha
     assert json.loads(result.stdout) == {"commit": sha, "url": f"{hub.url}/{REPO}/commit/{sha}"}
+
+
+def test_code_is_added_where_the_folder_has_none(online: HubServer, folder: Path, tmp_path: Path) -> None:
+    code = {path.name: path.read_bytes() for path in folder.glob("*.py")}
+    ids = random_ids(2, 40, vocab_size=257)
+    expected = {"ids": ids, "tokens": byte_model().generate(ids[:, :9], max_new_tokens=30, do_sample=False)}
+    with torch.no_grad():
+        save_file(expected | {"logits": byte_model()(ids).logits}, tmp_path / "expected.safetensors")
+    for name in code:
+        (folder / name).unlink()
+    write(folder / "other_lex.py")  # the user's own
+    before = contents(folder)
+    sizes = {file.path: file.size for file in files_to_push(folder) if file.what == "code, added from lex_hf"}
+    assert sizes == {name: len(content) for name, content in code.items()}
+    push_folder(folder, REPO)
+    assert contents(folder) == before
+    files = online.files(REPO)
+    del before["other_lex.py"]
+    assert files == before | code
+    assert json.loads(files["config.json"])["auto_map"] == AUTO_MAP
+    options = {"repo": REPO, "options": {"trust_remote_code": True}, "text": TEXT}
+    script = WITHOUT_LEX_HF + LOAD.format(expected=str(tmp_path / "expected.safetensors"), **options)
+    result = python(script, environment(online, tmp_path / "home"), "-I")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip().startswith("transformers_modules.")
+
+
+def test_code_of_another_version_is_sent_as_it_is(online: HubServer, folder: Path) -> None:
+    path = folder / "modeling_lex.py"
+    path.write_text(path.read_text().replace("from .loss_lex ", "from .older_lex "))
+    (folder / "loss_lex.py").rename(folder / "older_lex.py")
+    expected = contents(folder)
+    push_folder(folder, REPO)
+    assert online.files(REPO) == contents(folder) == expected
 
 
 def test_the_command_names_a_wrong_token(hub: HubServer, folder: Path, tmp_path: Path) -> None:
