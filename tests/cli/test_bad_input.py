@@ -8,7 +8,6 @@ import json
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +21,6 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
-from lex_hf.cli import interrupts
 from lex_hf.cli.app import app
 from lex_hf.data.tokenization import byte_tokenizer
 from lex_hf.evaluation import checks
@@ -408,12 +406,13 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it f
 
 class Interrupt:
     def find_spec(self, name, *_):
-        if name == "transformers":
+        if name == interrupted:
             os.kill(os.getpid(), signal.SIGINT)
 
+interrupted = sys.argv.pop(1)
 sys.meta_path.insert(0, Interrupt())
-sys.argv = ["/usr/bin/lex-hf", "--help"]
-from lex_hf.cli.app import main
+from lex_hf.cli import main
+main()
 """
 
 
@@ -424,7 +423,8 @@ def test_interrupted_and_cut_off_processes_leave_no_traceback(places: Path) -> N
     os.close(reading)
     full = os.open("/dev/full", os.O_WRONLY)
     calls = (
-        ([sys.executable, "-c", INTERRUPTED], subprocess.DEVNULL, 130, ""),
+        ([sys.executable, "-c", INTERRUPTED, "typer", "--help"], subprocess.DEVNULL, 130, ""),
+        ([sys.executable, "-c", INTERRUPTED, "transformers", "check", "model"], subprocess.DEVNULL, 130, ""),
         (module, writing, 1, ""),
         (module, full, 1, "Error: [Errno 28] No space left on device"),
     )
@@ -438,19 +438,3 @@ def test_interrupted_and_cut_off_processes_leave_no_traceback(places: Path) -> N
         assert "Traceback" not in errors
         said = [line for line in errors.splitlines() if line.startswith("Error")]
         assert (process.returncode, said) == (code, [message] if message else [])
-
-
-def test_the_interrupt_is_python_s_own_again_when_a_command_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = signal.getsignal(signal.SIGINT)
-    try:
-        monkeypatch.setattr(sys, "argv", ["/usr/bin/lex-hf"])
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        interrupts._end_at_once()
-        assert signal.getsignal(signal.SIGINT) is interrupts._exit
-        interrupts.raise_again()
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        monkeypatch.setattr(sys, "argv", ["/usr/bin/other"])
-        interrupts._end_at_once()  # a program of somebody else's
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)

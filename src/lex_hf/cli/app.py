@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
-from lex_hf.cli import interrupts
+from lex_hf import __version__
 from lex_hf.cli.terminal import errors_as_sentences, plain_console, write_any_text
 from lex_hf.records import check_file, check_folder, check_new_folder, to_json, whole_file, whole_folder, write_text
 
@@ -37,6 +37,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"lex-hf {__version__}")  # noqa: T201
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
+
 
 _MOST = 10**9  # of steps and of tokens
 _LARGEST_SEED = 2**32 - 1  # of NumPy
@@ -1219,9 +1235,3 @@ def _print_after(printing: Callable[[], None], *writing: Callable[[], None]) -> 
     with contextlib.ExitStack() as stack:
         for each in (printing, *reversed(writing)):
             stack.callback(each)
-
-
-def main() -> None:
-    """Run the command line."""
-    interrupts.raise_again()
-    app()

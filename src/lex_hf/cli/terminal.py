@@ -7,13 +7,10 @@ from collections.abc import Iterator
 from io import TextIOWrapper
 from typing import NoReturn
 
-import torch
 import typer
-from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
-from safetensors import SafetensorError
 
-_ERRORS = (ValueError, OSError, ImportError, MemoryError, OverflowError, RecursionError, SafetensorError)
+_ERRORS = (ValueError, OSError, ImportError)
 _NO_MEMORY = ("not enough memory", "can't allocate memory")  # of torch on the CPU, which has no class for it
 
 
@@ -43,14 +40,11 @@ def errors_as_sentences() -> Iterator[None]:
     except BrokenPipeError as error:  # nobody reads on, as after `| head`
         _write_no_more()
         raise typer.Exit(1) from error
-    except StrictDataclassError as error:
-        fail(f"Error: {error.__cause__ or error}", 1)
-    except _ERRORS as error:
-        fail(f"Error: {_sentence(error)}", 1)
-    except RuntimeError as error:
-        if not (isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY)):
+    except Exception as error:
+        sentence = _sentence(error)
+        if sentence is None:
             raise
-        fail(f"Error: {_no_memory(error)}", 1)
+        fail(f"Error: {sentence}", 1)
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -61,7 +55,8 @@ def fail(message: str, code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
-def _sentence(error: BaseException) -> str:
+def _sentence(error: Exception) -> str | None:
+    """Return what to say of an error; `None` if it is a fault of the program."""
     if isinstance(error, MemoryError):
         return _no_memory(error)
     if isinstance(error, RecursionError):
@@ -70,7 +65,26 @@ def _sentence(error: BaseException) -> str:
         return f"A number is too large ({error})."
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"{error}. Install the package it belongs to: pip install {error.name.partition('.')[0]}"
-    return str(error) or type(error).__name__
+    if isinstance(error, _ERRORS):
+        return str(error) or type(error).__name__
+    return _sentence_of_library(error)
+
+
+def _sentence_of_library(error: Exception) -> str | None:
+    """Return what to say of an error of a class that a library defines, which is imported only now."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    if isinstance(error, StrictDataclassError):
+        return str(error.__cause__ or error)
+    if isinstance(error, SafetensorError):
+        return str(error)
+    if isinstance(error, RuntimeError):
+        from torch import OutOfMemoryError
+
+        if isinstance(error, OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY):
+            return _no_memory(error)
+    return None
 
 
 def _no_memory(error: BaseException) -> str:
