@@ -8,15 +8,11 @@ from io import TextIOWrapper
 from typing import NoReturn
 
 import typer
-from rich.console import Console
+
+from lex_hf.reproduce.console import plain_console
 
 _ERRORS = (ValueError, OSError, ImportError)
 _NO_MEMORY = ("not enough memory", "can't allocate memory")  # of torch on the CPU, which has no class for it
-
-
-def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """A console that prints texts as they are: `[red]` and `:smile:` in a path are part of its name."""
-    return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False)
 
 
 def write_any_text() -> None:
