@@ -25,7 +25,7 @@ from lex_hf.cli.app import app
 from lex_hf.data.tokenization import byte_tokenizer
 from lex_hf.evaluation import checks
 from lex_hf.hub import card
-from lex_hf.reproduce import demo, extrapolation, models
+from lex_hf.reproduce import demo, models
 from lex_hf.training import trainer as training
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
@@ -205,7 +205,6 @@ def sandbox(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(places)
     for module, function in (
         (demo, "_train_all"),
-        (extrapolation, "train_tiny"),
         (models, "train"),
         (training, "train"),
         (card, "_evaluate"),

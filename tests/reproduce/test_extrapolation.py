@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,9 @@ def test_schemes_are_trained_once_and_compared(tmp_path: Path, monkeypatch: pyte
     assert written["perplexity"]["alibi"]["64"] == [first, second]
     weights = folder / "alibi-2-steps-seed-1" / "model.safetensors"
     before = weights.stat().st_mtime_ns
+    # Version 0.1.0 kept neither a record of a training nor measurements.
+    (weights.parent / "training.json").unlink()
+    shutil.rmtree(weights.parent / "measurements")
     assert extrapolation.run(folder, **settings) == result
     assert weights.stat().st_mtime_ns == before
     assert (folder / "extrapolation.png").read_bytes().startswith(b"\x89PNG")

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lex_hf.data.documents import load_documents
 from lex_hf.data.tokenization import byte_tokenizer, train_tokenizer
+from lex_hf.evaluation.segments import segments_in_turn
 from lex_hf.records import whole_folder
 from lex_hf.reproduce.tiny import standard_library
 from lex_hf.training import recipes
@@ -54,8 +55,7 @@ def training_texts(data: Sequence[str]) -> Texts:
     """The texts given, or Python's own library without the files that are held back."""
     if data:
         return Texts("training", list(data), load_documents(data))
-    filled = [path for path in standard_library().train if path.stat().st_size]
-    return Texts("training", ["the Python standard library"], load_documents(filled))
+    return Texts("training", ["the Python standard library"], standard_library().documents())
 
 
 def test_texts(tests: Sequence[str], data: Sequence[str]) -> list[Texts]:
@@ -125,8 +125,7 @@ def segments(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: i
         ValueError: If the texts hold none.
     """
     ids = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    starts = range(0, max(map(len, ids)), length)
-    whole = [text[start : start + length] for start in starts for text in ids if start + length <= len(text)]
+    whole = segments_in_turn(ids, length)
     if not whole:
         raise ValueError(
             f"No test text has {length} tokens, the longest {max(map(len, ids))}: give longer texts, or choose a "

@@ -16,13 +16,14 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lex_hf import LexConfig
-from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
+from lex_hf.evaluation.loading import load_for_evaluation
+from lex_hf.evaluation.perplexity import compute_perplexity
 from lex_hf.evaluation.receptive_field import empirical_receptive_field, receptive_field
 from lex_hf.evaluation.resolution import attention_resolution, expected_attention, measure_resolution
+from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.records import read_json
 from lex_hf.reproduce.corpora import Texts, long_enough, segments
-from lex_hf.reproduce.models import write_json
+from lex_hf.reproduce.models import can_read, write_json
 from lex_hf.reproduce.presets import Preset
 from lex_hf.reproduce.tables import ERF, JUMP, RESOLUTION, SHARE, VARIATION, System, Table
 
@@ -45,6 +46,11 @@ class Measurement:
     documents: list[float]
     weights: list[int]
     curve: list[float]
+
+    @property
+    def perplexity(self) -> float:
+        """exp(`value`) of a mean loss; infinite if that exceeds float64."""
+        return torch.tensor(self.value, dtype=torch.float64).exp().item()
 
 
 @dataclass(frozen=True)
@@ -79,11 +85,12 @@ def measure(
         progress: Called with what is about to be computed.
 
     Returns:
-        By column.
+        By column; those of lengths that the model cannot read are missing.
     """
     results: dict[str, Measurement] = {}
     loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
-    for printed in setting.table.lengths:
+    config = setting.preset.config(setting.table, system)
+    for printed in (each for each in setting.table.lengths if can_read(config, setting.length(each))):
         place = folder / "measurements" / f"{_key(setting, system, texts, printed)}.json"
         found = _read(place)
         if found is None:

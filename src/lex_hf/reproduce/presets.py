@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from lex_hf import LexConfig
+from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.reproduce.tables import LEX, System, Table
 from lex_hf.reproduce.tiny import check_steps, tiny_config
 

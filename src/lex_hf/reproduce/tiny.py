@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lex_hf import LexConfig, LexForCausalLM
 from lex_hf.data.documents import load_documents, pack
 from lex_hf.data.tokenization import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity
-from lex_hf.training.trainer import TrainingInterrupted, TrainingResult, last_checkpoint, train, training_arguments
+from lex_hf.model.configuration_lex import LexConfig
+from lex_hf.reproduce.models import Job, can_read, join_processes, train_job
+from lex_hf.training.trainer import TrainingInterrupted, TrainingResult
 
 TRAINING_LENGTH = 128
+EXAMPLES_PER_STEP = 16
+TOKENS_AT_ONCE = 8192
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
 
 LARGEST_SEED = 2**32 - 1  # of NumPy
@@ -38,13 +41,16 @@ class Corpus:
     test: list[Path]
     long: Path
 
+    def documents(self) -> Dataset:
+        """Return the training files, in the column `text`."""
+        return load_documents([path for path in self.train if path.stat().st_size])
+
     def examples(self) -> Dataset:
-        """The training files as packed examples of `TRAINING_LENGTH` bytes."""
-        filled = [path for path in self.train if path.stat().st_size]
-        return pack(load_documents(filled), byte_tokenizer(), TRAINING_LENGTH)
+        """Return the training files as packed examples of `TRAINING_LENGTH` bytes."""
+        return pack(self.documents(), byte_tokenizer(), TRAINING_LENGTH)
 
     def test_texts(self) -> list[str]:
-        """The beginnings of the held-back files."""
+        """Return the beginnings of the held-back files."""
         return [path.read_bytes()[:_BYTES_OF_A_TEST_FILE].decode(errors="ignore") for path in self.test]
 
 
@@ -109,26 +115,33 @@ def tiny_config(scheme: str, **fields: Any) -> LexConfig:
     )
 
 
+def tiny_training(steps: int) -> dict[str, Any]:
+    """Return the fields of `TrainingArguments` that decide the weights of a tiny model.
+
+    Args:
+        steps: Optimiser steps.
+    """
+    return {"max_steps": steps, "learning_rate": 2e-3, "warmup_steps": min(steps - 1, max(1, steps // 15))}
+
+
 def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int, seed: int = 0) -> TrainingResult:
     """Train a model, 16 examples a step, and save it in `folder`; from the last checkpoint there, if there is one.
 
+    Args:
+        config: Its configuration, from [`tiny_config`].
+        folder: Its folder.
+        examples: Packed examples of `TRAINING_LENGTH` bytes.
+        steps: Optimiser steps.
+        seed: Seed of weights and of the order of examples.
+
     Raises:
-        KeyboardInterrupt: If training was stopped; the same call goes on from its checkpoint.
+        KeyboardInterrupt: If training was stopped; the same call resumes it from its checkpoint.
+        ValueError: If `folder` holds another model.
     """
-    set_seed(seed)
-    model = LexForCausalLM(config)
-    arguments = training_arguments(
-        folder,
-        max_steps=steps,
-        per_device_train_batch_size=16,
-        learning_rate=2e-3,
-        warmup_steps=min(steps - 1, max(1, steps // 15)),
-        logging_steps=max(1, steps // 15),
-        save_strategy="no",
-        seed=seed,
-    )
+    join_processes(folder)
+    job = Job(config, tiny_training(steps), EXAMPLES_PER_STEP, seed, "bytes", "examples given", label=folder.name)
     try:
-        return train(model, byte_tokenizer(), examples, arguments, resume=last_checkpoint(folder) is not None)
+        return train_job(job, folder, byte_tokenizer(), examples, TOKENS_AT_ONCE)
     except TrainingInterrupted as stopped:
         raise KeyboardInterrupt(
             f"Training was stopped after {stopped.steps} of {steps} steps, which are saved in {folder}."
@@ -138,15 +151,21 @@ def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int
 def perplexity_by_length(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], lengths: Sequence[int]
 ) -> dict[int, float]:
-    """Perplexity under the protocol `chunked` at each length, over the same bytes; lengths past the model's end miss.
+    """Measure perplexity under the protocol `chunked` at several lengths, over the same bytes.
 
-    A model with learned positions has no perplexity beyond its table: it ends with an error, and so does this dict.
+    Args:
+        model: A LEX model.
+        tokenizer: Its tokenizer.
+        texts: Texts to measure it on.
+        lengths: Tokens of a segment.
+
+    Returns:
+        Perplexity by length; lengths that the model cannot read are missing.
     """
     curve = {}
     for length in lengths:
-        if model.config.position_embedding_type == "learned" and length > model.config.training_length:
-            break
-        batch_size = max(1, 8192 // length)
-        result = compute_perplexity(model, tokenizer, texts, length=length, batch_size=batch_size, progress=False)
-        curve[length] = result.perplexity
+        if can_read(model.config, length):
+            batch_size = max(1, TOKENS_AT_ONCE // length)
+            result = compute_perplexity(model, tokenizer, texts, length=length, batch_size=batch_size, progress=False)
+            curve[length] = result.perplexity
     return curve
