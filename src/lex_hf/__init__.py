@@ -3,8 +3,8 @@
 Importing the package registers its classes with the Auto classes, so that `AutoModelForCausalLM.from_pretrained` loads
 LEX checkpoints. See arXiv 2212.10554.
 
-Nothing is imported before it is used: names when they are asked for, and what is registered together with the Auto
-classes themselves.
+Nothing is imported before it is used: names on first access, and what is registered together with the Auto classes
+themselves.
 """
 
 import sys

@@ -36,7 +36,7 @@ def exports(
 
 
 class AfterImport:
-    """A finder that calls functions once other people's modules have been imported.
+    """Finder that calls functions once modules of other packages have been imported.
 
     A module may be imported by another that is only half executed at that moment and that the function needs whole,
     as transformers' `modeling_layers` imports `modeling_auto`. So a function is called when its module and all modules
@@ -94,7 +94,7 @@ class AfterImport:
 
 
 class _Noticed(Loader):
-    """The loader of a module of which an [`AfterImport`] must know when it has been executed."""
+    """Loader of a module that tells an [`AfterImport`] when it has been executed."""
 
     def __init__(self, loader: Loader, waiting: AfterImport) -> None:
         self._loader = loader
@@ -114,7 +114,7 @@ class _Noticed(Loader):
 
 
 class MovedModules:
-    """A finder of modules under the names that they had in an earlier version; it warns of them.
+    """Finder of modules under the names that they had in an earlier version; it warns.
 
     Args:
         package: `__name__` of the package.
@@ -132,7 +132,7 @@ class MovedModules:
 
 
 class _Moved(Loader):
-    """A loader that returns a module which has moved."""
+    """Loader that returns a module which has moved."""
 
     def __init__(self, name: str) -> None:
         self._name = name

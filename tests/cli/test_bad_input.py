@@ -375,8 +375,8 @@ def test_an_impossible_setting_is_said_without_the_wrapping() -> None:
     [
         (ModuleNotFoundError("No module named 'peft'", name="peft"), 1, "pip install peft"),
         (ImportError("needs more: pip install x"), 1, "Error: needs more: pip install x"),
-        (MemoryError(), 1, "The memory does not suffice"),
-        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 1, "The memory does not suffice"),
+        (MemoryError(), 1, "Not enough memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 1, "Not enough memory"),
         (RecursionError("too deep"), 1, "nested too deeply"),
         (OverflowError("int too big"), 1, "A number is too large"),
         (KeyboardInterrupt(), 130, "Interrupted."),

@@ -182,4 +182,4 @@ def test_receptive_field_prints_and_writes(model: Path, text: Path, tmp_path: Pa
     assert (tmp_path / "receptive-field.png").is_file()
     too_short = lex(*arguments[:-1], 1000)
     assert too_short.exit_code == 1
-    assert "hold 45 segments of 40 tokens, 1000 are asked for" in " ".join(too_short.stderr.split())
+    assert "hold 45 segments of 40 tokens, 1000 were requested" in " ".join(too_short.stderr.split())

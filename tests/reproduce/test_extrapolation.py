@@ -69,7 +69,7 @@ def test_unknown_schemes_fail_before_anything_is_trained(tmp_path: Path) -> None
         ({"seeds": (2**32,)}, "from 0 to 4294967295"),
         ({"seeds": ()}, "seeds = none"),
         ({"steps": 0}, "steps = 0: it must be from 1"),
-        ({"schemes": ("rope", "rope")}, "one is there twice"),
+        ({"schemes": ("rope", "rope")}, "one is given twice"),
     ],
 )
 def test_impossible_settings_fail_before_anything_is_trained(

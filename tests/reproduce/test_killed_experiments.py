@@ -48,7 +48,7 @@ def test_a_killed_run_goes_on(tmp_path: Path, toy: None, texts: dict[str, Any], 
     process = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert process.returncode == -getattr(signal, name), process.stderr
     if name == "SIGINT":
-        assert "stopped after 4 of 6 steps. The same command goes on" in process.stderr
+        assert "stopped after 4 of 6 steps. The same command continues" in process.stderr
     second = next(path for path in (output / "models").iterdir() if "seed1" in path.name)
     assert not (second / models.DONE).exists()
     begun = last_checkpoint(second) is not None

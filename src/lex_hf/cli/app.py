@@ -33,7 +33,7 @@ _SETTINGS: dict[str, dict[str, Any]] = {
 
 
 class _Group(TyperGroup):
-    """The group of all commands; errors in one are printed as a sentence."""
+    """Group of all commands; errors in one are printed as a sentence."""
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command."""

@@ -71,7 +71,8 @@ def reproduce(
         str | None, typer.Option(help="bytes, bpe:SIZE, or a folder or Hub id; the preset's by default.")
     ] = None,
     also: Annotated[
-        list[str] | None, typer.Option(help="A further system, as sandwich, kerple+bca, rope+sliding; several times.")
+        list[str] | None,
+        typer.Option(help="A further system, e.g. sandwich, kerple+bca, rope+sliding; several times."),
     ] = None,
     segments: Annotated[
         int | None, typer.Option(min=1, help="Segments whose last tokens are scored; the preset's by default.")
@@ -82,7 +83,7 @@ def reproduce(
 ) -> None:
     """Make a table or figure of the papers again: train what is missing, measure, compare, report.
 
-    A run that was stopped goes on when the same command is given again; so does one that was killed.
+    A run that was stopped or killed continues when the same command is given again.
     """
     from lex_hf.reproduce import running
 
@@ -115,7 +116,7 @@ def _seeds(text: str) -> list[int]:
     """Read whole numbers with commas or spaces between them."""
     words = text.replace(",", " ").split()
     if not all(word.isdecimal() for word in words):
-        raise ValueError(f"--seeds {text}: they must be whole numbers with commas between them, as 0,1,2.")
+        raise ValueError(f"--seeds {text}: they must be whole numbers with commas between them, e.g. 0,1,2.")
     return [int(word) for word in words]
 
 

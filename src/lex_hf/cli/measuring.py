@@ -1,4 +1,4 @@
-"""What a model makes of positions: check, resolution, receptive-field."""
+"""Measurements of positions: check, resolution, receptive-field."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,7 +30,7 @@ from lex_hf.cli.printing import print_after, print_json, session
 def check(
     model: Model,
     text: Annotated[str | None, typer.Option(help="The text to try; by default one of 600 characters.")] = None,
-    shift: Annotated[int, typer.Option(min=1, help="Tokens of padding or text put in front or behind.")] = 7,
+    shift: Annotated[int, typer.Option(min=1, help="Tokens of padding or text that are prepended or appended.")] = 7,
     attention_pattern: Pattern = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -60,11 +60,11 @@ def check(
     )
     for row in (
         ("earlier tokens are permuted", f"{result.order_variance:.2e}", _says(result.is_order_variant, "knows order")),
-        (f"{shift} tokens of padding stand in front", f"{result.left_padding:.2e}", ""),
-        (f"{shift} tokens of padding stand behind", f"{result.right_padding:.2e}", ""),
+        (f"{shift} tokens of padding are prepended", f"{result.left_padding:.2e}", ""),
+        (f"{shift} tokens of padding are appended", f"{result.right_padding:.2e}", ""),
         ("", "", _says(result.ignores_padding, "padding changes nothing")),
         (f"positions start at {shift}", shifted, _says(result.ignores_shifts, "positions are relative")),
-        (f"{shift} tokens of text stand in front", longer, "a longer context"),
+        (f"{shift} tokens of text are prepended", longer, "a longer context"),
     ):
         table.add_row(*row)
     console.print(table)

@@ -59,10 +59,10 @@ Contexts = Annotated[
     typer.Option(help="Of last_token: tokens before the one scored; several times; powers of two by default."),
 ]
 BatchSize = Annotated[str, typer.Option(help="Windows evaluated at once; 'auto' takes as many as memory allows.")]
-StartToken = Annotated[bool, typer.Option(help="Put the BOS token before each text.")]
+StartToken = Annotated[bool, typer.Option(help="Prepend the BOS token to each text.")]
 Records = Annotated[
     Path | None,
-    typer.Option(help="File of finished texts: a run that was stopped goes on from it. May serve several runs."),
+    typer.Option(help="File of finished texts: a run that was stopped continues from it. May serve several runs."),
 ]
 Assignments = Annotated[
     list[str] | None,

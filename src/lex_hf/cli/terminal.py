@@ -1,4 +1,4 @@
-"""What a command prints: texts as they are, and errors as a sentence."""
+"""Output on a terminal: any text can be printed, and errors are sentences."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ _NO_MEMORY = ("not enough memory", "can't allocate memory")  # of torch on the C
 
 
 def write_any_text() -> None:
-    """Write what an encoding does not have, as parts of file names, in escapes, where it would be an error."""
+    """Print characters that an encoding lacks, e.g. in file names, as escapes instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -24,16 +24,16 @@ def write_any_text() -> None:
 
 @contextlib.contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Print what the user can do something about as a sentence, and end the command; all else is a traceback."""
+    """Print errors that a user can act on as a sentence and end the command; all others are tracebacks."""
     try:
         yield
         if sys.stdout is not None:
             sys.stdout.flush()  # now, while an error can still be explained
     except (typer.Exit, typer.Abort):
         raise
-    except KeyboardInterrupt as interruption:  # of a training that was stopped: it says how to go on
+    except KeyboardInterrupt as interruption:  # of a training that was stopped: it says how to resume
         fail(str(interruption) or "Interrupted.", 130)
-    except BrokenPipeError as error:  # nobody reads on, as after `| head`
+    except BrokenPipeError as error:  # the reader has closed, as after `| head`
         _write_no_more()
         raise typer.Exit(1) from error
     except Exception as error:
@@ -84,7 +84,7 @@ def _sentence_of_library(error: Exception) -> str | None:
 
 
 def _no_memory(error: BaseException) -> str:
-    return f"The memory does not suffice ({error}). Choose smaller batches, shorter texts or a smaller model."
+    return f"Not enough memory ({error}). Choose smaller batches, shorter texts or a smaller model."
 
 
 def _write_no_more_if_full() -> None:

@@ -40,22 +40,22 @@ def train(
     resume: Annotated[bool, typer.Option(help="Continue from the last complete checkpoint in the output.")] = False,
     allow_change: Annotated[
         list[str] | None,
-        typer.Option(help="Of --resume: a setting that may be other than it was, as learning_rate; several times."),
+        typer.Option(help="With --resume: a setting that may differ from before, e.g. learning_rate; several times."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option(help="Replace the model, checkpoints and recipe.yaml in the output; all else is kept.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only tell what it would take: parameters, tokens, memory, FLOPs.")
+        bool, typer.Option("--dry-run", help="Only show what it would take: parameters, tokens, memory, FLOPs.")
     ] = False,
     processes: Annotated[
-        int | None, typer.Option(min=1, help="Of --dry-run: number of devices to plan for; those here by default.")
+        int | None, typer.Option(min=1, help="With --dry-run: number of devices to plan for; those here by default.")
     ] = None,
     as_json: Json = False,
 ) -> None:
     """Train on texts, as a recipe says; every field of it can be changed with --set.
 
-    Ctrl-C saves a checkpoint first; the same command with --resume goes on from there. Under torchrun or accelerate
+    Ctrl-C saves a checkpoint first; the same command with --resume continues from there. Under torchrun or accelerate
     launch all processes train one model.
     """
     from lex_hf.training.planning import customize, planned_config, train_recipe
@@ -135,7 +135,7 @@ def warm_start(
 ) -> None:
     """Make a LEX model that begins with the weights of another, to be fine-tuned.
 
-    --set takes the fields of LexConfig, as --set training_length=512.
+    --set takes the fields of LexConfig, e.g. --set training_length=512.
     """
     from lex_hf.convert import warm_start as converting
     from lex_hf.training.recipes import model_fields

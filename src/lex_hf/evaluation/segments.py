@@ -31,7 +31,7 @@ def take_segments(documents: Sequence[Sequence[int]], length: int, count: int) -
     whole = segments_in_turn(documents, length)
     if len(whole) < count:
         raise ValueError(
-            f"The texts hold {len(whole)} segments of {length} tokens, {count} are asked for: give more text, or a "
+            f"The texts hold {len(whole)} segments of {length} tokens, {count} were requested: give more text, or a "
             "smaller --length or --segments."
         )
     return torch.tensor(whole[:count])

@@ -20,7 +20,7 @@ def known_length(model: str, config: PreTrainedConfig) -> int:
     """
     known = getattr(config, "training_length", None) or getattr(config, "max_position_embeddings", None)
     if known is None:
-        raise ValueError(f"--plot marks the training length, but the configuration of {model} does not tell it.")
+        raise ValueError(f"--plot marks the training length, but the configuration of {model} does not give it.")
     return int(known)
 
 

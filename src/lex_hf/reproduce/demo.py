@@ -41,7 +41,7 @@ _MOST_TOKENS = 10**9
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo measured.
+    """Measurements of the demo.
 
     Attributes:
         perplexity: Perplexity of the held-back files, by system and by length in tokens.

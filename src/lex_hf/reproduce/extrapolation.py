@@ -48,7 +48,7 @@ class Extrapolation:
         steps: Optimiser steps of each model.
         seeds: Seeds of weights and data order; one model for each and each scheme.
         perplexity: By system (a scheme, with or without BCA), then by length, one value for each seed. Lengths that a
-            scheme cannot read, as learned positions beyond their table, are missing.
+            scheme cannot read, e.g. learned positions beyond their table, are missing.
     """
 
     steps: int
@@ -56,14 +56,14 @@ class Extrapolation:
     perplexity: dict[str, dict[int, list[float]]]
 
     def means(self) -> dict[str, dict[int, float]]:
-        """Mean over the seeds, by system and length."""
+        """Return means over the seeds, by system and length."""
         return {
             system: {length: statistics.fmean(values) for length, values in curve.items()}
             for system, curve in self.perplexity.items()
         }
 
     def markdown(self) -> str:
-        """A table of means, with half the range of the seeds behind ±."""
+        """Return a table of means, each ± half the range over the seeds."""
         lengths = sorted({length for curve in self.perplexity.values() for length in curve})
         rows = [["system", *map(str, lengths)], ["---", *["---:"] * len(lengths)]]
         for system, curve in self.perplexity.items():
@@ -105,7 +105,7 @@ def run(
     check_steps(steps)
     check_seeds(seeds)
     if len(configs) < len(schemes):
-        raise ValueError(f"schemes = {', '.join(schemes)}: one is there twice.")
+        raise ValueError(f"schemes = {', '.join(schemes)}: one is given twice.")
     _check_output(folder)
     models.join_processes(folder)
     table = _table(schemes)
@@ -127,7 +127,7 @@ def run(
 
 
 def _table(schemes: Sequence[str]) -> Table:
-    """Return the comparison as a table; its lengths stand there as the LEX paper would print them."""
+    """Return the comparison as a table; its lengths are given at the scale of the LEX paper."""
     systems = [
         System(scheme + suffix, {"position_embedding_type": scheme}, pattern)
         for scheme in schemes
@@ -138,7 +138,7 @@ def _table(schemes: Sequence[str]) -> Table:
 
 
 def _jobs(table: Table, seeds: Sequence[int], steps: int) -> dict[tuple[str, int], Job]:
-    """Return the model of each system and seed; a folder is called by what a user chose, as since version 0.1.0."""
+    """Return the model of each system and seed; folders have had these names since version 0.1.0."""
     found = {}
     for system in table.systems:
         scheme = system.model["position_embedding_type"]

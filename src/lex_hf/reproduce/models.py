@@ -34,7 +34,7 @@ State = Literal["trained", "begun", "missing"]
 
 @dataclass(frozen=True)
 class Job:
-    """A model that a table needs.
+    """Training of a model that a table needs.
 
     Attributes:
         config: Its configuration, in training.
@@ -55,7 +55,7 @@ class Job:
     label: str | None = None
 
     def identity(self) -> dict[str, Any]:
-        """All that decides the weights."""
+        """Return all that decides the weights."""
         default = LexConfig().to_dict()
         fields = {name: value for name, value in self.config.to_dict().items() if value != default.get(name)}
         return {
@@ -87,7 +87,7 @@ class Job:
         return self.steps * self.examples_per_step * self.config.training_length
 
     def parameters(self) -> int:
-        """Number of parameters, counted without making them."""
+        """Return the number of parameters, counted without creating them."""
         with torch.device("meta"):
             return int(LexForCausalLM(self.config).num_parameters())
 
@@ -125,7 +125,7 @@ def ensure(
         except TrainingInterrupted as stopped:
             raise KeyboardInterrupt(
                 f"Training of {job.name} was stopped after {stopped.steps} of {job.steps} steps. The same command "
-                "goes on from there."
+                "continues from there."
             ) from stopped
     return {**read_json(folder / DONE), "trained_now": state != "trained"}
 
@@ -222,8 +222,10 @@ def _arguments(job: Job, tokens_at_once: int) -> dict[str, Any]:
 
 
 def join_processes(output: Path) -> None:
-    """Take this process's place among those of a launcher, if there is one, before anything asks who it is."""
-    training_arguments(output, use_cpu=not torch.accelerator.is_available())  # on CPUs they are found only if told so
+    """Take this process's place among those of a launcher, if there is one, before anything depends on its rank."""
+    training_arguments(
+        output, use_cpu=not torch.accelerator.is_available()
+    )  # on CPUs they are found only with use_cpu
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -233,7 +235,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def hardware() -> dict[str, Any]:
-    """What the computation runs on."""
+    """Return what the computation runs on."""
     devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "machine": platform.machine(),
@@ -245,7 +247,7 @@ def hardware() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that the numbers rest on."""
+    """Return versions of Python and of the libraries that decide the numbers."""
     from importlib.metadata import version
 
     libraries = ("lex-hf", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy", "scipy")

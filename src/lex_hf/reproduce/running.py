@@ -33,10 +33,10 @@ _UNKNOWN = "not given"  # fingerprint of texts in a plan made without them
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """Request for a table.
 
     Attributes:
-        table: Name of the table, as `lex-table2`.
+        table: Name of the table, e.g. `lex-table2`.
         preset: `tiny`, `small` or `paper`.
         output: Folder of everything: models are shared by all tables that are made there.
         data: Training texts, as `load_documents` reads them; Python's own library if there are none and it is `tiny`.
@@ -45,7 +45,7 @@ class Request:
         steps: Optimiser steps, instead of the preset's.
         length: l in tokens, instead of the preset's.
         tokenizer: `bytes`, `bpe:N`, or a folder or Hub id, instead of the preset's.
-        also: Further systems, as `sandwich` or `kerple+bca`.
+        also: Further systems, e.g. `sandwich` or `kerple+bca`.
         segments: Number of segments under `last_token`, instead of the preset's.
         device: Where models are measured; a GPU if there is one.
     """
@@ -65,7 +65,7 @@ class Request:
 
 
 class Plan:
-    """What a request comes to, before anything is trained."""
+    """Models and measurements that a request needs, before anything is trained."""
 
     def __init__(self, request: Request) -> None:
         """Resolve names and settings.
@@ -81,7 +81,7 @@ class Plan:
         self.preset = _preset(request, self.table)
         self.configs = {system.name: self.preset.config(self.table, system) for system in self.table.systems}
         if len(self.configs) < len(self.table.systems):
-            raise ValueError(f"--also {' '.join(request.also)}: a system is there twice.")
+            raise ValueError(f"--also {' '.join(request.also)}: a system is given twice.")
 
     @property
     def models(self) -> Path:
@@ -95,17 +95,17 @@ class Plan:
 
     @property
     def trains(self) -> bool:
-        """Whether the table needs trained models."""
+        """True if the table needs trained models."""
         return self.table.measure != "expectation"
 
     @property
     def has_data(self) -> bool:
-        """Whether there are texts to train on."""
+        """True if there are texts to train on."""
         return bool(self.request.data) or not self.preset.needs_data
 
     @cached_property
     def training(self) -> Texts:
-        """The training texts.
+        """Training texts.
 
         Raises:
             ValueError: If none are given and the preset needs them.
@@ -118,11 +118,11 @@ class Plan:
 
     @cached_property
     def tests(self) -> list[Texts]:
-        """The sets of test texts."""
+        """Sets of test texts."""
         return corpora.test_texts(self.request.tests, self.request.data)
 
     def job(self, system: System, seed: int) -> Job:
-        """The model of a system and a seed."""
+        """Return the model of a system and a seed."""
         config = self.configs[system.name]
         data = self.training.sha256 if self.has_data else _UNKNOWN
         tokenizer = self.preset.tokenizer
@@ -142,7 +142,7 @@ class Plan:
         return distinct(self.jobs_by_system)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan, ready for JSON: models to train with parameters, steps and tokens, and what is measured."""
+        """Return the plan, ready for JSON: models to train with parameters, steps and tokens, and what is measured."""
         return {
             "table": self.table.name,
             "preset": self.preset.name,
@@ -191,14 +191,14 @@ def run(request: Request, *, console: Console | None = None) -> dict[str, Any]:
     """Make a table; models and measurements that are there are not made again.
 
     Args:
-        request: What is asked for.
+        request: The table and its scale.
         console: Where to print.
 
     Returns:
         The record, as written to `record.json` beside `report.md` and the pictures.
 
     Raises:
-        KeyboardInterrupt: If training was stopped; the same call goes on.
+        KeyboardInterrupt: If training was stopped; the same call resumes it.
         ValueError: If the request, or its texts, are impossible, the output cannot be written to, or there is no such
             device; all that before any work.
     """
@@ -328,7 +328,7 @@ def _cell(seeds: Sequence[Measurement], *, exact: bool) -> Cell:
 
 
 def _mean_curves(seeds: Sequence[dict[str, Measurement]]) -> dict[str, list[float]]:
-    """By column, the mean over the seeds of what is drawn."""
+    """Return the mean over the seeds of what is drawn, by column."""
     drawn = {column: [each[column].curve for each in seeds] for column, first in seeds[0].items() if first.curve}
     return {
         column: [sum(values) / len(values) for values in zip(*curves, strict=True)] for column, curves in drawn.items()

@@ -82,7 +82,7 @@ def check_seeds(seeds: Sequence[int]) -> None:
     """Check seeds of several trainings.
 
     Raises:
-        ValueError: If there are none, one is there twice, or one is not from 0 to `LARGEST_SEED`.
+        ValueError: If there are none, one is given twice, or one is not from 0 to `LARGEST_SEED`.
     """
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) > LARGEST_SEED:
         raise ValueError(
@@ -92,10 +92,14 @@ def check_seeds(seeds: Sequence[int]) -> None:
 
 
 def tiny_config(scheme: str, **fields: Any) -> LexConfig:
-    """A model of bytes with 4 layers of 96, l = 128, and a position scheme; `fields` are added.
+    """Return the configuration of a byte model with 4 layers of 96, l = 128, and a position scheme.
 
     Distances scale with l: B = l/2 as in the LEX paper, and T5's last bucket begins at l/4 as in the Sandwich paper,
     whose T5 baseline also multiplies the table by √head_dim; unscaled, few steps teach it next to nothing.
+
+    Args:
+        scheme: Position scheme, a name in `SCHEMES`.
+        fields: Further fields of `LexConfig`.
     """
     return LexConfig(
         vocab_size=257,

@@ -65,7 +65,7 @@ def planned_config(recipe: Recipe, model: str | None = None) -> LexConfig:
         return recipe.config(None if "vocab_size" in recipe.model else recipe.tokenizer())
     config = AutoConfig.from_pretrained(model)
     if not isinstance(config, LexConfig):
-        raise ValueError(f"--dry-run knows LEX models only; {model} is of type {config.model_type!r}.")
+        raise ValueError(f"--dry-run supports LEX models only; {model} is of type {config.model_type!r}.")
     return config
 
 
