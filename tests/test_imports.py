@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import pkgutil
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -134,6 +136,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     (tmp_path / "outer" / "__init__.py").write_text("")
     (tmp_path / "outer" / "registry.py").write_text("ENTRIES = []\n")
     (tmp_path / "outer" / "layers.py").write_text("from . import registry\nLAYER = 1\n")
+    (tmp_path / "outer" / "single.py").write_text("NUMBER = 7\n")
     (tmp_path / "outer" / "broken.py").write_text("from . import registry\nraise ValueError('broken')\n")
     yield tmp_path
     for name in [name for name in sys.modules if name.partition(".")[0] == "outer"]:
@@ -153,6 +156,8 @@ def test_a_function_waits_until_all_that_imports_its_module_is_whole(first: str,
     waiting.install()
     importlib.import_module("outer")
     assert waiting in sys.meta_path
+    assert pkgutil.get_data("outer", "layers.py") == b"from . import registry\nLAYER = 1\n"
+    assert runpy.run_module("outer.single")["NUMBER"] == 7
     module = importlib.import_module(first)
     assert sys.modules["outer.registry"].ENTRIES == [1]
     assert waiting not in sys.meta_path

@@ -8,7 +8,7 @@ themselves.
 """
 
 import sys
-from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .lazy import AfterImport, MovedModules, exports
@@ -148,7 +148,7 @@ def metric_path(name: str = "perplexity") -> str:
         >>> lex_hf.metric_path().endswith("perplexity")
         True
     """
-    metrics = resources.files(__name__) / "evaluation" / "metrics"
+    metrics = Path(__file__).parent / "evaluation" / "metrics"
     known = sorted(entry.name for entry in metrics.iterdir() if (entry / f"{entry.name}.py").is_file())
     if name not in known:
         raise ValueError(f"There is no metric {name!r}; there are: {', '.join(known)}.")

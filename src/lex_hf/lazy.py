@@ -100,6 +100,10 @@ class _Noticed(Loader):
         self._loader = loader
         self._waiting = waiting
 
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the loader has, e.g. `get_code`, which runs a module as a program."""
+        return getattr(self._loader, name)
+
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Create the module as its own loader does."""
         return self._loader.create_module(spec)

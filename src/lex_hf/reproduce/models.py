@@ -223,9 +223,8 @@ def _arguments(job: Job, tokens_at_once: int) -> dict[str, Any]:
 
 def join_processes(output: Path) -> None:
     """Take this process's place among those of a launcher, if there is one, before anything depends on its rank."""
-    training_arguments(
-        output, use_cpu=not torch.accelerator.is_available()
-    )  # on CPUs they are found only with use_cpu
+    # On CPUs they are found only with use_cpu.
+    training_arguments(output, use_cpu=not torch.accelerator.is_available())
 
 
 def write_json(path: Path, content: Any) -> None:
