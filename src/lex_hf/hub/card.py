@@ -19,7 +19,8 @@ from transformers.utils import CONFIG_NAME, logging
 
 from lex_hf.data.documents import load_documents
 from lex_hf.evaluation import plots
-from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
+from lex_hf.evaluation.loading import load_for_evaluation
+from lex_hf.evaluation.perplexity import compute_perplexity
 from lex_hf.records import check_file, read_json, to_json, versions, write_text
 
 logger = logging.get_logger(__name__)

@@ -86,6 +86,7 @@ class LexConfig(PreTrainedConfig):
         512
     """
 
+    _auto_class = "AutoConfig"  # saving a model saves its code, which loads where lex_hf is not installed
     model_type = "lex"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers declares it so
     base_model_tp_plan = {  # noqa: RUF012

@@ -303,6 +303,7 @@ class LexModel(LexPreTrainedModel):
         tp_mesh: The processes that share out the heads of every layer, if it was loaded in tensor parallel.
     """
 
+    _auto_class = "AutoModel"
     tp_mesh: Any = None
 
     def __init__(self, config: LexConfig) -> None:
@@ -537,6 +538,7 @@ def _check_cache(cache: Cache | None, first: int, batch: int) -> None:
 class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
     """The decoder with a language-modelling head."""
 
+    _auto_class = "AutoModelForCausalLM"
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
     _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}  # noqa: RUF012
@@ -715,6 +717,8 @@ class LexForCausalLM(LexPreTrainedModel, GenerationMixin):
 class LexForSequenceClassification(GenericForSequenceClassification, LexPreTrainedModel):
     """The decoder with a linear head on the last token of each text: logits of shape `(batch, num_labels)`."""
 
+    _auto_class = "AutoModelForSequenceClassification"
+
     def __init__(self, config: LexConfig) -> None:
         PreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
@@ -725,6 +729,8 @@ class LexForSequenceClassification(GenericForSequenceClassification, LexPreTrain
 
 class LexForTokenClassification(GenericForTokenClassification, LexPreTrainedModel):
     """The decoder with a linear head on every token: logits of shape `(batch, sequence, num_labels)`."""
+
+    _auto_class = "AutoModelForTokenClassification"
 
     def __init__(self, config: LexConfig) -> None:
         PreTrainedModel.__init__(self, config)
@@ -737,6 +743,8 @@ class LexForTokenClassification(GenericForTokenClassification, LexPreTrainedMode
 
 class LexForQuestionAnswering(GenericForQuestionAnswering, LexPreTrainedModel):
     """The decoder with a head for the start and the end of an answer: two logits for every token."""
+
+    _auto_class = "AutoModelForQuestionAnswering"
 
     def __init__(self, config: LexConfig) -> None:
         PreTrainedModel.__init__(self, config)
