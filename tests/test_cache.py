@@ -89,8 +89,12 @@ def test_token_by_token_over_ten_blocks_in_other_dtypes(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_everything_is_finite_and_exact_at_position_one_million(dtype: torch.dtype) -> None:
-    """A text that repeats itself every block gives the same logits in every block, so also in the last."""
-    model = tiny_model(dtype=dtype, num_hidden_layers=1, training_length=512, xpos_scale_base=256)
+    """A text that repeats itself every block gives the same logits in every block, so also in the last.
+
+    One narrow head, as the products of half precision are slow on CPUs; the blocks are long, as their rounding is.
+    """
+    narrow = {"num_hidden_layers": 1, "hidden_size": 6, "num_attention_heads": 1, "intermediate_size": 8}
+    model = tiny_model(dtype=dtype, training_length=512, xpos_scale_base=256, **narrow)
     period = random_ids(1, 256)
     chunk, cache = period.repeat(1, 500), LexCache(model.config)
     with torch.no_grad():
@@ -99,7 +103,7 @@ def test_everything_is_finite_and_exact_at_position_one_million(dtype: torch.dty
             logits = model(chunk, past_key_values=cache, logits_to_keep=256).logits
         assert cache.get_seq_length() == 1_024_000
         stepped = [model(period[:, i : i + 1], past_key_values=cache).logits for i in range(256)]
-    tolerance = 3 * TOLERANCE[dtype]
+    tolerance = TOLERANCE[dtype] / 2  # the logits of so narrow a model are small
     for result in (logits, torch.cat(stepped, dim=1)):
         assert result.isfinite().all()
         torch.testing.assert_close(result, expected, atol=tolerance, rtol=0)
