@@ -6,7 +6,10 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Before torch: models so small gain nothing from threads, and processes that test in parallel would share the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,13 @@ from lex_hf import LexConfig, LexForCausalLM
 
 settings.register_profile("lex", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("lex")
+
+
+def pytest_collection_finish() -> None:
+    """What all imports have left lives as long as the process: a collection of garbage need not look at it again."""
+    gc.collect()
+    gc.freeze()
+
 
 # Largest difference that is rounding, for logits of a model with weights of a usual size.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-2, torch.bfloat16: 3e-1}
