@@ -56,7 +56,7 @@ def test_generation_from_whole_graphs_writes_the_tokens_of_eager_mode(
 
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation_in_chunks_without_padding_under_model_compile(cache: str | None) -> None:
-    model, ids = tiny_model(dtype=torch.float64), random_ids(2, 20)
+    model, ids = tiny_model(dtype=torch.float64, num_hidden_layers=1), random_ids(2, 20)
     options = {"max_new_tokens": 20, "do_sample": False, "cache_implementation": cache, "prefill_chunk_size": 9}
     expected = model.generate(ids, **options)
     model.compile(backend="eager")
@@ -88,7 +88,7 @@ def read(
 @settings(max_examples=4)
 @given(
     fields=st.sampled_from(PATTERNS),
-    pieces=st.lists(st.sampled_from([1, 1, 2, 5, 7, 8, 15, 30]), min_size=2, max_size=4),
+    pieces=st.lists(st.sampled_from([1, 1, 2, 5, 7, 8, 15, 30]), min_size=2, max_size=3),
     backend=st.sampled_from(["eager", "aot_eager"]),
     static=st.booleans(),
     data=st.data(),
@@ -102,7 +102,11 @@ def test_ragged_batches_in_pieces_have_the_logits_of_eager_mode(
     mask[1, : data.draw(st.integers(0, width - 1), label="padding")] = 0
     holes = data.draw(st.sets(st.integers(0, width - 1), max_size=width - 1), label="holes")
     mask[2, sorted(holes)] = 0
-    model, ids = tiny_model(dtype=torch.float64, **fields), random_ids(3, width)
+    layers = (
+        1 if isinstance(fields["attention_pattern"], str) else 2
+    )  # a second alike says no more
+    model = tiny_model(dtype=torch.float64, num_hidden_layers=layers, **fields)
+    ids = random_ids(3, width)
 
     def cache() -> Any:
         return LexStaticCache(model.config, width) if static else LexCache(model.config)
@@ -113,9 +117,8 @@ def test_ragged_batches_in_pieces_have_the_logits_of_eager_mode(
     torch.testing.assert_close(found[real], expected[real], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("fields", [{}, HYBRID])
-def test_eager_and_compiled_passes_may_share_a_cache(fields: dict[str, Any]) -> None:
-    model, twin = (tiny_model(dtype=torch.float64, **fields) for _ in range(2))
+def test_eager_and_compiled_passes_may_share_a_cache() -> None:
+    model, twin = (tiny_model(dtype=torch.float64, **HYBRID) for _ in range(2))
     compiled(twin, "eager")
     ids, mask, cache = random_ids(2, 44), torch.ones(2, 44, dtype=torch.long), LexCache(model.config)
     mask[1, :5] = 0
@@ -153,7 +156,7 @@ def test_packed_rows_without_a_cache() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_graph(passed: dict[str, torch.Tensor], message: str) -> None:
-    model = compiled(tiny_model(), "eager")
+    model = compiled(tiny_model(num_hidden_layers=1), "eager")
     cache = LexCache(model.config)
     with torch.no_grad():
         model(random_ids(1, 4), past_key_values=cache)
@@ -162,8 +165,9 @@ def test_what_does_not_fit_is_refused_by_the_graph(passed: dict[str, torch.Tenso
 
 
 def test_guesses_are_taken_back() -> None:
-    model, prompt = tiny_model(dtype=torch.float64), random_ids(1, 9).repeat(1, 3)
-    options = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    """With these weights three tokens are guessed in the third pass, all wrongly, and four more passes follow."""
+    model, prompt = tiny_model(dtype=torch.float64, num_hidden_layers=1, seed=5), random_ids(1, 9).repeat(1, 3)
+    options = {"max_new_tokens": 7, "do_sample": False, "prompt_lookup_num_tokens": 3}
     expected = model.generate(prompt, **options)
     assert torch.equal(compiled(model, "eager", whole=False).generate(prompt, **options), expected)
 

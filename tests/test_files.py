@@ -130,11 +130,12 @@ def run_without_lex_hf(code: str, home: Path) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize("fields", [{}, {"position_embedding_type": "rope", "attention_pattern": ["full", "sliding"]}])
-def test_loading_without_lex_hf(tmp_path: Path, fields: dict[str, object]) -> None:
-    model, folder = tiny_model(**fields), tmp_path / "model"
-    model.save_pretrained(folder)
-    torch.save(logits_of(model), tmp_path / "expected.pt")
+def test_loading_without_lex_hf(tmp_path: Path) -> None:
+    models = [tiny_model(), tiny_model(position_embedding_type="rope", attention_pattern=["full", "sliding"])]
+    folders = [tmp_path / str(number) for number in range(len(models))]
+    for model, folder in zip(models, folders, strict=True):
+        model.save_pretrained(folder)
+        torch.save(logits_of(model), folder / "expected.pt")
     code = f"""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
@@ -144,23 +145,25 @@ def test_loading_without_lex_hf(tmp_path: Path, fields: dict[str, object]) -> No
         pass
     else:
         raise SystemExit("lex_hf can be imported")
-    folder = {str(folder)!r}
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, 97, (2, 40), generator=generator)
-    expected = torch.load({str(tmp_path / "expected.pt")!r}, weights_only=True)
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, expected)
-    tokens = model.generate(ids[:, :9], max_new_tokens=30, do_sample=False)
-    assert torch.equal(tokens, model.generate(ids[:, :9], max_new_tokens=30, do_sample=False, use_cache=False))
-    assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__ == "LexModel"
-    model.save_pretrained({str(tmp_path / "again")!r})
+    for folder in {[str(folder) for folder in folders]}:
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(1, 97, (2, 40), generator=generator)
+        expected = torch.load(folder + "/expected.pt", weights_only=True)
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, expected), folder
+        tokens = model.generate(ids[:, :9], max_new_tokens=30, do_sample=False)
+        assert torch.equal(tokens, model.generate(ids[:, :9], max_new_tokens=30, do_sample=False, use_cache=False))
+        assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__ == "LexModel"
+        model.save_pretrained(folder + "/again")
     """
     result = run_without_lex_hf(code, tmp_path / "home")
     assert result.returncode == 0, result.stderr
     # What was loaded from code in the folder can be saved again, code included.
-    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), logits_of(model))
-    assert {path.name for path in (tmp_path / "again").glob("*.py")} == {p.name for p in PACKAGE.glob("*_lex.py")}
+    for model, folder in zip(models, folders, strict=True):
+        again = folder / "again"
+        assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(again)), logits_of(model))
+        assert {path.name for path in again.glob("*.py")} == {path.name for path in PACKAGE.glob("*_lex.py")}
 
 
 def test_without_trust_the_error_says_what_to_do(tmp_path: Path) -> None:
