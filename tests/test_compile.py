@@ -102,9 +102,7 @@ def test_ragged_batches_in_pieces_have_the_logits_of_eager_mode(
     mask[1, : data.draw(st.integers(0, width - 1), label="padding")] = 0
     holes = data.draw(st.sets(st.integers(0, width - 1), max_size=width - 1), label="holes")
     mask[2, sorted(holes)] = 0
-    layers = (
-        1 if isinstance(fields["attention_pattern"], str) else 2
-    )  # a second alike says no more
+    layers = 1 if isinstance(fields["attention_pattern"], str) else 2  # a second alike says no more
     model = tiny_model(dtype=torch.float64, num_hidden_layers=layers, **fields)
     ids = random_ids(3, width)
 

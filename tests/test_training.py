@@ -388,33 +388,36 @@ import os, random, signal, sys
 from pathlib import Path
 from test_training import _examples, _model, _on_forward, _stream, _train
 
-folder, corpus, streaming, step = Path(sys.argv[1]), [Path(sys.argv[2])], sys.argv[3] == "True", int(sys.argv[4])
-model = _model(hidden_dropout=0.2)
-_on_forward(model, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
-_train(folder, model, _stream(corpus) if streaming else _examples(10), max_steps=12, save_steps=2)
+folder, corpus, step = Path(sys.argv[1]), [Path(sys.argv[2])], int(sys.argv[3])
+for streaming in (False, True):
+    process = os.fork()  # what is killed need not import all of this again
+    if not process:
+        model = _model(hidden_dropout=0.2)
+        _on_forward(model, step, lambda: os.kill(os.getpid(), signal.SIGKILL))
+        data = _stream(corpus) if streaming else _examples(10)
+        _train(folder / str(streaming), model, data, max_steps=12, save_steps=2)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
 """
 
 
 class TestKill:
-    @pytest.mark.parametrize("streaming", [False, True])
-    def test_at_a_random_step_loses_nothing(self, tmp_path: Path, corpus: list[Path], streaming: bool) -> None:
+    def test_at_a_random_step_loses_nothing(self, tmp_path: Path, corpus: list[Path]) -> None:
         step = random.SystemRandom().randrange(4, 13)
-        folder = tmp_path / "killed"
-        command = [sys.executable, "-c", KILLED, str(folder), str(corpus[0]), str(streaming), str(step)]
+        command = [sys.executable, "-c", KILLED, str(tmp_path), str(corpus[0]), str(step)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
         process = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=300)
-        assert process.returncode == -signal.SIGKILL, process.stderr
-        last = last_checkpoint(folder)
-        assert last == folder / f"checkpoint-{(step - 1) // 2 * 2}", f"killed in step {step}"
-
-        def data() -> Dataset | PackedStream:
-            return _stream(corpus) if streaming else _examples(10)
-
-        straight, resumed = _model(hidden_dropout=0.2), _model(seed=7, hidden_dropout=0.2)
-        expected = _train(tmp_path / "straight", straight, data(), max_steps=12, save_steps=2)
-        result = _train(folder, resumed, data(), max_steps=12, save_steps=2, resume=True)
-        _assert_same_weights(resumed, straight)
-        assert (result.losses, result.tokens) == (expected.losses, expected.tokens), f"killed in step {step}"
+        assert process.stdout.split()[-2:] == [str(-signal.SIGKILL)] * 2, process.stderr
+        for streaming in (False, True):
+            folder = tmp_path / str(streaming)
+            last = last_checkpoint(folder)
+            assert last == folder / f"checkpoint-{(step - 1) // 2 * 2}", f"killed in step {step}"
+            straight, resumed = _model(hidden_dropout=0.2), _model(seed=7, hidden_dropout=0.2)
+            data = [_stream(corpus) if streaming else _examples(10) for _ in range(2)]
+            expected = _train(tmp_path / f"straight-{streaming}", straight, data[0], max_steps=12, save_steps=2)
+            result = _train(folder, resumed, data[1], max_steps=12, save_steps=2, resume=True)
+            _assert_same_weights(resumed, straight)
+            assert (result.losses, result.tokens) == (expected.losses, expected.tokens), f"killed in step {step}"
 
 
 def _in_two_processes(*arguments: str) -> None:
@@ -465,19 +468,34 @@ torch.distributed.destroy_process_group()
 """
 
 
+IN_TURN = """
+import sys
+from lex_hf.cli import app
+
+for streaming in ("false", "true"):
+    output = f"{sys.argv[1]}-{streaming}"
+    app([*sys.argv[2:], "--set", f"streaming={streaming}", "--output", output], standalone_mode=False)
+"""
+
+
 class TestTwoProcesses:
-    @pytest.mark.parametrize("streaming", [False, True])
-    def test_train_what_one_does(self, tmp_path: Path, corpus: list[Path], streaming: bool) -> None:
+    def test_train_what_one_does(self, tmp_path: Path, corpus: list[Path]) -> None:
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
         numbers = {"training_length": LENGTH, "max_steps": 5, "save_steps": 3, "warmup_steps": 0, "shuffle_buffer": 5}
         batches = {"per_device_train_batch_size": 2, "examples_per_step": 4, "separate_documents": "true"}
-        fields = {**sizes, **numbers, **batches, "streaming": str(streaming).lower(), "use_cpu": "true"}
+        fields = {**sizes, **numbers, **batches, "use_cpu": "true"}
         options = [part for name, value in fields.items() for part in ("--set", f"{name}={value}")]
-        both, alone = tmp_path / "both", tmp_path / "alone"
-        command = ["train", "tiny", "--data", str(corpus[0]), *options, "--output"]
-        _in_two_processes("-m", "lex_hf", *command, str(both))
-        result = CliRunner().invoke(app, [*command, str(alone)])
-        assert result.exit_code == 0, result.output
+        command = ["train", "tiny", "--data", str(corpus[0]), *options]
+        script = tmp_path / "script.py"
+        script.write_text(IN_TURN)
+        _in_two_processes(str(script), str(tmp_path / "both"), *command)
+        for streaming in ("false", "true"):
+            alone = tmp_path / f"alone-{streaming}"
+            result = CliRunner().invoke(app, [*command, "--set", f"streaming={streaming}", "--output", str(alone)])
+            assert result.exit_code == 0, result.output
+            self.assert_trained_alike(tmp_path / f"both-{streaming}", alone)
+
+    def assert_trained_alike(self, both: Path, alone: Path) -> None:
         states = [json.loads((path / "checkpoint-5" / "trainer_state.json").read_text()) for path in (both, alone)]
         assert states[0]["num_input_tokens_seen"] == states[1]["num_input_tokens_seen"] == 5 * 4 * LENGTH
         one, other = (AutoModelForCausalLM.from_pretrained(path) for path in (both, alone))
