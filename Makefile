@@ -26,8 +26,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A file stays in one process, as its models do; --maxprocesses bounds the memory on machines with many cores.
 test: lint ## lint, types, and the whole test suite; no network
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile
 
 docs-test: $(VENV)/.installed-dev ## run README's code and all notebooks, in build/notebooks; ten minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,notebooks]'

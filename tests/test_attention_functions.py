@@ -6,7 +6,9 @@ import pytest
 import torch
 from conftest import random_ids, tiny_model
 from torch._inductor import exc
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface
+from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from lex_hf import LexForCausalLM
 
@@ -99,8 +101,16 @@ def test_flash_attention_that_is_not_installed_is_an_error_when_loading(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, when it loads its compiler
-@pytest.mark.parametrize("fields", [{}, {"position_embedding_type": "kerple"}])
-def test_flex_attention_gives_the_same_logits(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("fields", "backend"),
+    [pytest.param({}, "inductor", marks=pytest.mark.inductor), ({"position_embedding_type": "kerple"}, "eager")],
+)
+def test_flex_attention_gives_the_same_logits(
+    fields: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel that is generated is the same with a bias for each head, which `eager` reads without one."""
+    compiled = torch.compile(flex_attention, backend=backend)
+    monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda _: compiled)
     ids, mask = random_ids(2, 160), torch.ones(2, 160)
     mask[1, :20] = 0
     model = tiny_model(hidden_size=96, training_length=64, **fields)  # its CPU kernel wants heads of a usual width

@@ -414,6 +414,7 @@ from lex_hf.cli import main
 """
 
 
+@pytest.mark.processes
 def test_interrupted_and_cut_off_processes_leave_no_traceback(places: Path) -> None:
     """While it imports, when nobody reads on, and when the disk is full."""
     module = [sys.executable, "-m", "lex_hf", "check", "model"]

@@ -220,6 +220,7 @@ def test_a_cache_without_room_is_left_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert measurements._no_room(replace(TOY, hidden_size=1024), "lex", 2**17) is None
 
 
+@pytest.mark.processes
 def test_memory_is_that_of_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = torch.ones(300_000_000)  # 1.2 GB, which the other process must not inherit
     short, long = memory.in_a_process(TOY, "prefill", "lex", (64, 2**16))

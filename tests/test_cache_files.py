@@ -57,6 +57,7 @@ def test_rows_of_different_lengths_are_restored(tmp_path: Path) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.processes
 def test_another_process_goes_on(tmp_path: Path) -> None:
     model = tiny_model()
     model.save_pretrained(tmp_path / "model")

@@ -180,6 +180,7 @@ def test_bad_models_and_options(tmp_path: Path, model: Path, text: Path) -> None
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
 
+@pytest.mark.processes
 def test_an_interrupted_training_can_be_loaded_and_resumed(tmp_path: Path, text: Path) -> None:
     folder, sizes = tmp_path / "out", [*SMALL, *setting(save_steps=5)]
     command = [sys.executable, "-m", "lex_hf", "train", "tiny", str(text), "--output", str(folder), *sizes]

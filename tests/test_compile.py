@@ -170,6 +170,7 @@ def test_guesses_are_taken_back() -> None:
     assert torch.equal(compiled(model, "eager", whole=False).generate(prompt, **options), expected)
 
 
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # in PyTorch itself
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 def test_layers_of_a_static_cache_count_in_tensors_of_their_own() -> None:

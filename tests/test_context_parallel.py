@@ -43,6 +43,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.processes
 def test_three_processes_read_what_one_reads(tmp_path: Path) -> None:
     """They read all texts in turn: to start them takes longer than to read."""
     cases = []

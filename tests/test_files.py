@@ -130,6 +130,7 @@ def run_without_lex_hf(code: str, home: Path) -> subprocess.CompletedProcess[str
     )
 
 
+@pytest.mark.processes
 def test_loading_without_lex_hf(tmp_path: Path) -> None:
     models = [tiny_model(), tiny_model(position_embedding_type="rope", attention_pattern=["full", "sliding"])]
     folders = [tmp_path / str(number) for number in range(len(models))]
@@ -166,6 +167,7 @@ def test_loading_without_lex_hf(tmp_path: Path) -> None:
         assert {path.name for path in again.glob("*.py")} == {path.name for path in PACKAGE.glob("*_lex.py")}
 
 
+@pytest.mark.processes
 def test_without_trust_the_error_says_what_to_do(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "model")
     code = f"""
@@ -177,6 +179,7 @@ def test_without_trust_the_error_says_what_to_do(tmp_path: Path) -> None:
     assert "trust_remote_code=True" in result.stderr
 
 
+@pytest.mark.processes
 def test_importing_the_package_is_light() -> None:
     heavy = ("matplotlib", "datasets", "evaluate", "typer")
     code = f"import sys, lex_hf; print([name for name in {heavy} if name in sys.modules])"

@@ -71,6 +71,7 @@ def test_a_text_is_classified_by_its_last_token_wherever_the_padding_is() -> Non
             torch.testing.assert_close(padded, alone, atol=1e-5, rtol=0)
 
 
+@pytest.mark.processes
 def test_heads_load_without_lex_hf(tmp_path: Path) -> None:
     for auto, head, _ in HEADS:
         model, folder = head(LexConfig(**SIZES, num_labels=3)).eval(), tmp_path / auto.__name__

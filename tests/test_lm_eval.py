@@ -116,6 +116,7 @@ def test_documents_that_are_not_there(tmp_path: Path) -> None:
         load(str(tmp_path / "nowhere.jsonl"))
 
 
+@pytest.mark.processes
 def test_the_commands_name_what_exists() -> None:
     code = re.fullmatch(r"TASKS=\$\(python -c '(.*)'\)", commands()[0])
     assert code is not None

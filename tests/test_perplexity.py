@@ -712,6 +712,7 @@ compute_perplexity(model, tokenizer, texts, length=6, batch_size=2, records=reco
 """
 
 
+@pytest.mark.processes
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, folder: str) -> None:
     path, options = tmp_path / "records.jsonl", {"length": 6, "batch_size": 2}
     command = [sys.executable, "-c", KILLED, folder, str(path), *TEXTS]
@@ -831,6 +832,7 @@ def approximately(value: Any) -> Any:
     return pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
 
 
+@pytest.mark.processes
 def test_two_processes_give_the_numbers_of_one(tmp_path: Path, folder: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SHARED)

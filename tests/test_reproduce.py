@@ -431,6 +431,7 @@ def _build(*arguments):
     return trainer
 training._build_trainer = _build
 presets.PRESETS["tiny"] = test_reproduce._toy
+codes = []
 for name, step in {kills!r}:
     process = os.fork()  # what is killed need not import all of this again
     if not process:
@@ -438,10 +439,12 @@ for name, step in {kills!r}:
         output = Path({output!r}, f"{{name}}-{{step}}")
         running.run(test_reproduce._request("sandwich-figure6", output, {texts!r}, steps=6))
         os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+print("", *codes, sep="\\n")
 """
 
 
+@pytest.mark.processes
 def test_killed_runs_go_on(tmp_path: Path, toy: None, texts: dict[str, Any]) -> None:
     kills, tests = [("SIGKILL", 1), ("SIGKILL", 4), ("SIGINT", 4)], str(Path(__file__).parent)
     code = _KILLED.format(tests=tests, kills=kills, output=str(tmp_path), texts=texts)
@@ -478,6 +481,7 @@ running.run(
 """
 
 
+@pytest.mark.processes
 def test_two_processes_make_the_same_table(tmp_path: Path, toy: None, texts: dict[str, Any]) -> None:
     alone = _run("lex-figure1", tmp_path / "alone", texts, seeds=(0,), tokenizer="bpe:270")
     script, output = tmp_path / "script.py", tmp_path / "two"

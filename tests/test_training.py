@@ -389,6 +389,7 @@ from pathlib import Path
 from test_training import _examples, _model, _on_forward, _stream, _train
 
 folder, corpus, step = Path(sys.argv[1]), [Path(sys.argv[2])], int(sys.argv[3])
+codes = []
 for streaming in (False, True):
     process = os.fork()  # what is killed need not import all of this again
     if not process:
@@ -397,11 +398,13 @@ for streaming in (False, True):
         data = _stream(corpus) if streaming else _examples(10)
         _train(folder / str(streaming), model, data, max_steps=12, save_steps=2)
         os._exit(0)
-    print(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+print("", *codes, sep="\\n")
 """
 
 
 class TestKill:
+    @pytest.mark.processes
     def test_at_a_random_step_loses_nothing(self, tmp_path: Path, corpus: list[Path]) -> None:
         step = random.SystemRandom().randrange(4, 13)
         command = [sys.executable, "-c", KILLED, str(tmp_path), str(corpus[0]), str(step)]
@@ -479,6 +482,7 @@ for streaming in ("false", "true"):
 
 
 class TestTwoProcesses:
+    @pytest.mark.processes
     def test_train_what_one_does(self, tmp_path: Path, corpus: list[Path]) -> None:
         sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
         numbers = {"training_length": LENGTH, "max_steps": 5, "save_steps": 3, "warmup_steps": 0, "shuffle_buffer": 5}
@@ -504,6 +508,7 @@ class TestTwoProcesses:
         started = LexForCausalLM(one.config)
         assert not torch.allclose(started.lm_head.weight, one.lm_head.weight, atol=1e-3)
 
+    @pytest.mark.processes
     def test_share_out_a_model(self, tmp_path: Path) -> None:
         script = tmp_path / "script.py"
         script.write_text(SHARDED)
@@ -525,6 +530,7 @@ class TestSignals:
         yield
         signal.signal(signal.SIGINT, before)
 
+    @pytest.mark.processes
     def test_sigterm_from_another_process(self, tmp_path: Path) -> None:
         script = (
             "from pathlib import Path\n"
