@@ -33,13 +33,14 @@ def compiled(model: LexForCausalLM, backend: str, whole: bool = True) -> LexForC
     return model
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize(
-    ("backend", "fields"),
+    ("cache", "backend", "fields"),
     [
-        ("eager", HYBRID),
-        ("aot_eager", {}),
-        ("eager", {"attention_pattern": "sliding", "position_embedding_type": "sinusoidal"}),
+        (None, "aot_eager", {}),
+        (None, "eager", HYBRID),
+        ("static", "aot_eager", HYBRID),
+        (None, "eager", {"attention_pattern": "sliding", "position_embedding_type": "sinusoidal"}),
+        ("static", "eager", {"attention_pattern": "sliding", "position_embedding_type": "sinusoidal"}),
     ],
 )
 def test_generation_from_whole_graphs_writes_the_tokens_of_eager_mode(
