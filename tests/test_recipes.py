@@ -309,7 +309,7 @@ class TestEstimate:
             recipe.estimate(recipe.config(), devices)
 
     def test_no_memory_is_taken(self) -> None:
-        recipe = load_recipe("gpt-medium").override(["num_hidden_layers=400", "hidden_size=8192"])
+        recipe = load_recipe("gpt-medium").override(["hidden_size=65536"])
         assert recipe.estimate(recipe.config(), 1).memory.weights > 2**38
 
 
