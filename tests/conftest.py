@@ -23,10 +23,16 @@ settings.register_profile("lex", deadline=None, derandomize=True, print_blob=Tru
 settings.load_profile("lex")
 
 
+def pytest_collection() -> None:
+    """While tests import, each collection of garbage would go through ever more that is none."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What all imports have left lives as long as the process: a collection of garbage need not look at it again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 # Largest difference that is rounding, for logits of a model with weights of a usual size.
