@@ -26,12 +26,13 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# A file stays in one process, as its models do; --maxprocesses bounds the memory on machines with many cores.
 test: lint ## lint, types, and the whole test suite; no network
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile
 
 docs-test: $(VENV)/.installed-dev ## run README's code and all notebooks, in build/notebooks; ten minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,notebooks]'
-	$(BIN)/python -m pytest tests/test_readme.py tests/test_notebooks.py tests/test_zoo.py
+	$(BIN)/python -m pytest tests/test_readme.py tests/test_notebooks.py tests/hub/test_zoo.py
 	mkdir -p build && rm -rf build/notebooks && cp -R notebooks build/notebooks && rm -rf build/model_cards && cp -R model_cards build/
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace build/notebooks/*.ipynb
 
@@ -43,7 +44,7 @@ hf-tests: $(VENV)/.installed-dev ## transformers' own shared tests over the LEX 
 
 client-tests: $(VENV)/.installed-dev ## PEFT, TRL, torchao, an HTTP server: installs them
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,clients,serving]'
-	$(BIN)/python -m pytest tests/test_clients_extra.py
+	$(BIN)/python -m pytest tests/inference/test_clients_extra.py
 
 benchmark: $(VENV)/.installed-dev ## time and memory beside other models, on a quiet machine
 	$(BIN)/python benchmarks/run.py

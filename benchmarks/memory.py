@@ -22,7 +22,7 @@ from systems import SYSTEMS, lex_config, new_cache, why_not
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity
 
 # glibc then gives every large block back when it is freed. What would stay in its heap differs by a twentieth from one

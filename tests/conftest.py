@@ -1,4 +1,4 @@
-"""Shared by all tests: a tiny model whose sizes all differ, and no network."""
+"""Shared by all tests: no network, a stand-in for the Hub, and the outputs of the official code."""
 
 import os
 
@@ -6,20 +6,58 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Before torch: models so small gain nothing from threads, and processes that test in parallel would share the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
 
+import gc
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from helpers.hub_server import HubServer
+from huggingface_hub import constants
+from huggingface_hub.utils import close_session
 from hypothesis import settings
 
 settings.register_profile("lex", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("lex")
 
 
+def pytest_collection() -> None:
+    """While tests import, each collection of garbage would go through ever more that is none."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """What all imports have left lives as long as the process: a collection of garbage need not look at it again."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+
 @pytest.fixture(scope="session")
 def golden() -> Path:
-    """The folder with outputs of the official code; tests that need it are skipped where it is absent."""
-    folder = Path(__file__).parents[2] / "shared" / "golden"
-    if not folder.is_dir():
-        pytest.skip("the golden vectors are not here")
-    return folder
+    """The folder with outputs of the official code; its README tells where each comes from."""
+    return Path(__file__).with_name("golden")
+
+
+@pytest.fixture
+def hub() -> Iterator[HubServer]:
+    with HubServer() as server:
+        yield server
+
+
+@pytest.fixture
+def online(hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    """The server, which huggingface_hub in this very process then takes for the Hub."""
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    # It tries a broken upload again, and would wait 23 seconds in between.
+    monkeypatch.setattr("huggingface_hub.utils._http.time", SimpleNamespace(sleep=lambda seconds: None))
+    close_session()
+    yield hub
+    close_session()

@@ -12,7 +12,7 @@ from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from lex_hf.model.masking_lex import visible
+from lex_hf.model.masking_lex import BlockwisePattern
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(FOLDER))
@@ -112,13 +112,13 @@ def test_the_dense_mask_is_blockwise_causal() -> None:
     states, everything = torch.randn(1, 64, 32), torch.arange(64)
     with torch.no_grad():
         mask = model.mask(states, systems.new_cache(model))
-        assert torch.equal(mask[0, 0], visible("blockwise", TOY.block, everything, everything))
+        assert torch.equal(mask[0, 0], BlockwisePattern(TOY.block).visible(everything, everything))
         cache = systems.new_cache(model)
         for begin, end in ((0, 21), (21, 22), (22, 50), *((place, place + 1) for place in range(50, 64))):
             size, first = cache.get_mask_sizes(end - begin, 0)
             mask = model.mask(states[:, begin:end], cache)
             keys = torch.arange(first, first + size)
-            assert torch.equal(mask[0, 0], visible("blockwise", TOY.block, everything[begin:end], keys))
+            assert torch.equal(mask[0, 0], BlockwisePattern(TOY.block).visible(everything[begin:end], keys))
             model(inputs_embeds=states[:, begin:end], past_key_values=cache)
         # The mask acts: what one layer makes of the third block does not depend on the first.
         before, after = (
@@ -145,7 +145,7 @@ def test_lex_is_said_to_meet_the_keys_in_its_cache() -> None:
     with torch.no_grad():
         for read in range(40):
             model(inputs_embeds=torch.randn(1, 1, 32), past_key_values=cache)
-            assert cache.layers[0].fills == [systems.SYSTEMS["lex"].keys(TOY, read)]
+            assert cache.layers[0].fill == systems.SYSTEMS["lex"].keys(TOY, read)
 
 
 def test_the_cost_of_a_move_is_that_of_the_token_before_which_blocks_move() -> None:
@@ -155,9 +155,9 @@ def test_the_cost_of_a_move_is_that_of_the_token_before_which_blocks_move() -> N
     with torch.no_grad():
         model(inputs_embeds=torch.randn(1, 32 + TOY.warm_up, 32), past_key_values=cache)
         for _ in range(TOY.block):
-            before = cache.layers[0].fills[0]
+            before = cache.layers[0].fill
             model(inputs_embeds=torch.randn(1, 1, 32), past_key_values=cache)
-            seconds.append(9.0 if cache.layers[0].fills[0] < before else 1.0)
+            seconds.append(9.0 if cache.layers[0].fill < before else 1.0)
     sample = Sample("decode", "lex", 32, 1, seconds)
     record = Record("cpu", "", "", {}, {}, TOY, samples=[sample])
     assert derived.decode_cost(record, sample) == derived.DecodeCost(1.0, 9.0, 2.0)
@@ -220,14 +220,16 @@ def test_a_cache_without_room_is_left_out(monkeypatch: pytest.MonkeyPatch) -> No
     assert measurements._no_room(replace(TOY, hidden_size=1024), "lex", 2**17) is None
 
 
-def test_memory_is_that_of_a_process_of_its_own() -> None:
+@pytest.mark.processes
+def test_memory_is_that_of_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = torch.ones(300_000_000)  # 1.2 GB, which the other process must not inherit
     short, long = memory.in_a_process(TOY, "prefill", "lex", (64, 2**16))
     assert (short.task, short.system, short.length, long.length) == ("prefill", "lex", 64, 2**16)
     assert 0 < short.built <= short.peak < ours.nbytes
     assert long.peak - short.peak >= 2**16 * 96 * 4  # the feed-forward layer's intermediate states
-    with pytest.raises(RuntimeError, match="memory of prefill with nobody failed"):
-        memory.in_a_process(TOY, "prefill", "nobody", (64,))
+    monkeypatch.setenv("PYTHONHOME", str(tmp_path))  # without a standard library it fails at once
+    with pytest.raises(RuntimeError, match=r"memory of prefill with lex failed:\n(?s:.*)Fatal Python error"):
+        memory.in_a_process(TOY, "prefill", "lex", (64,))
 
 
 def test_compiled_decoding_reads_the_same_text() -> None:

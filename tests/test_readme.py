@@ -107,6 +107,7 @@ def test_the_record_shows_what_readme_says() -> None:
     assert {*results["cache_bytes"].values()} == {results["generation_cache_bytes"]}
 
 
+@pytest.mark.processes
 def test_the_code_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(blocks) == 5

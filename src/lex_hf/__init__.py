@@ -2,41 +2,100 @@
 
 Importing the package registers its classes with the Auto classes, so that `AutoModelForCausalLM.from_pretrained` loads
 LEX checkpoints. See arXiv 2212.10554.
+
+Nothing is imported before it is used: names on first access, and what is registered together with the Auto classes
+themselves.
 """
 
 import sys
-from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .cli import interrupts as interrupts  # first: what follows takes seconds
+from .lazy import AfterImport, MovedModules, exports
 
-# isort: split
+_ROOMS = ("cli", "convert", "data", "evaluation", "hub", "inference", "model", "reproduce", "training")
+# New place of each module of version 0.1.0 by its old name.
+_MOVED = {
+    "cache_files": "inference.cache_files",
+    "cache_lex": "model.cache_lex",
+    "card": "hub.card",
+    "checks": "evaluation.invariance",
+    "comparison": "evaluation.comparison",
+    "configuration_lex": "model.configuration_lex",
+    "context_parallel": "inference.context_parallel",
+    "estimate": "training.estimate",
+    "loading": "evaluation.loading",
+    "masking_lex": "model.masking_lex",
+    "modeling_lex": "model.modeling_lex",
+    "perplexity": "evaluation.perplexity",
+    "plots": "evaluation.plots",
+    "positions_lex": "model.positions_lex",
+    "recipes": "training.recipes",
+    "resolution": "evaluation.resolution",
+    "serve": "inference.serve",
+    "static_cache_lex": "model.cache_lex",
+    "streaming": "data.streaming",
+    "tiny": "reproduce.tiny",
+    "tokenization": "data.tokenizers",
+    "torchscale": "convert.torchscale",
+    "warm_start": "convert.gpt2",
+}
 
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
-
-from .convert.gpt2 import from_gpt2
-from .convert.torchscale import from_torchscale
-from .evaluation.checks import PositionCheck, check_positions
-from .evaluation.receptive_field import ReceptiveField, receptive_field, theoretical_receptive_field
-from .evaluation.resolution import Resolution, attention_resolution, expected_attention, measure_resolution
-from .inference.cache_files import load_cache, save_cache
-from .lazy import MovedModules
-from .model.cache_lex import LexCache
-from .model.configuration_lex import LexConfig
-from .model.modeling_lex import (
-    LexForCausalLM,
-    LexForQuestionAnswering,
-    LexForSequenceClassification,
-    LexForTokenClassification,
-    LexModel,
-)
-from .model.static_cache_lex import LexStaticCache
+if TYPE_CHECKING:
+    from .convert.gpt2 import from_gpt2
+    from .convert.torchscale import from_torchscale
+    from .evaluation.invariance import PositionCheck, check_positions
+    from .evaluation.receptive_field import ReceptiveField, receptive_field, theoretical_receptive_field
+    from .evaluation.resolution import Resolution, attention_resolution, expected_attention, measure_resolution
+    from .inference.cache_files import load_cache, save_cache
+    from .model.cache_lex import LexCache, LexStaticCache
+    from .model.configuration_lex import LexConfig
+    from .model.modeling_lex import (
+        LexForCausalLM,
+        LexForQuestionAnswering,
+        LexForSequenceClassification,
+        LexForTokenClassification,
+        LexModel,
+    )
+else:
+    __getattr__, __dir__ = exports(
+        __name__,
+        {
+            "LexCache": "model.cache_lex",
+            "LexConfig": "model.configuration_lex",
+            "LexForCausalLM": "model.modeling_lex",
+            "LexForQuestionAnswering": "model.modeling_lex",
+            "LexForSequenceClassification": "model.modeling_lex",
+            "LexForTokenClassification": "model.modeling_lex",
+            "LexModel": "model.modeling_lex",
+            "LexStaticCache": "model.cache_lex",
+            "PositionCheck": "evaluation.invariance",
+            "ReceptiveField": "evaluation.receptive_field",
+            "Resolution": "evaluation.resolution",
+            "attention_resolution": "evaluation.resolution",
+            "check_positions": "evaluation.invariance",
+            "expected_attention": "evaluation.resolution",
+            "from_gpt2": "convert.gpt2",
+            "from_torchscale": "convert.torchscale",
+            "load_cache": "inference.cache_files",
+            "measure_resolution": "evaluation.resolution",
+            "receptive_field": "evaluation.receptive_field",
+            "save_cache": "inference.cache_files",
+            "theoretical_receptive_field": "evaluation.receptive_field",
+        },
+        modules=(
+            "cli",
+            "convert",
+            "data",
+            "evaluation",
+            "hub",
+            "inference",
+            "model",
+            "reproduce",
+            "training",
+            *_MOVED,
+        ),
+    )
 
 __version__ = "0.1.0"
 __all__ = [
@@ -64,39 +123,37 @@ __all__ = [
     "theoretical_receptive_field",
 ]
 
-# Names of modules that version 0.1.0 documented.
-sys.meta_path.append(
-    MovedModules(
-        __name__,
-        {
-            "cache_lex": "model.cache_lex",
-            "comparison": "evaluation.comparison",
-            "configuration_lex": "model.configuration_lex",
-            "context_parallel": "inference.context_parallel",
-            "modeling_lex": "model.modeling_lex",
-            "perplexity": "evaluation.perplexity",
-            "positions_lex": "model.positions_lex",
-            "recipes": "training.recipes",
-            "streaming": "data.streaming",
-            "tiny": "reproduce.tiny",
-            "tokenization": "data.tokenization",
-        },
-    )
-)
+sys.meta_path.append(MovedModules(__name__, _MOVED))
 
-AutoConfig.register("lex", LexConfig)
-AutoModel.register(LexConfig, LexModel)
-AutoModelForCausalLM.register(LexConfig, LexForCausalLM)
-AutoModelForSequenceClassification.register(LexConfig, LexForSequenceClassification)
-AutoModelForTokenClassification.register(LexConfig, LexForTokenClassification)
-AutoModelForQuestionAnswering.register(LexConfig, LexForQuestionAnswering)
-# Saving a model then saves its code, which loads where lex_hf is not installed.
-LexConfig.register_for_auto_class()
-LexModel.register_for_auto_class("AutoModel")
-LexForCausalLM.register_for_auto_class("AutoModelForCausalLM")
-LexForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
-LexForTokenClassification.register_for_auto_class("AutoModelForTokenClassification")
-LexForQuestionAnswering.register_for_auto_class("AutoModelForQuestionAnswering")
+
+def _register_config() -> None:
+    from transformers.models.auto.configuration_auto import AutoConfig
+
+    from .model.configuration_lex import LexConfig
+
+    AutoConfig.register("lex", LexConfig)
+
+
+def _register_models() -> None:
+    from transformers.models.auto import modeling_auto as auto
+
+    from .model import modeling_lex
+    from .model.configuration_lex import LexConfig
+
+    auto.AutoModel.register(LexConfig, modeling_lex.LexModel)
+    auto.AutoModelForCausalLM.register(LexConfig, modeling_lex.LexForCausalLM)
+    auto.AutoModelForSequenceClassification.register(LexConfig, modeling_lex.LexForSequenceClassification)
+    auto.AutoModelForTokenClassification.register(LexConfig, modeling_lex.LexForTokenClassification)
+    auto.AutoModelForQuestionAnswering.register(LexConfig, modeling_lex.LexForQuestionAnswering)
+
+
+AfterImport(
+    {
+        "transformers.models.auto.configuration_auto": _register_config,
+        "transformers.models.auto.modeling_auto": _register_models,
+    },
+    packages=("transformers", f"{__name__}.model"),
+).install()
 
 
 def metric_path(name: str = "perplexity") -> str:
@@ -110,7 +167,7 @@ def metric_path(name: str = "perplexity") -> str:
         >>> lex_hf.metric_path().endswith("perplexity")
         True
     """
-    metrics = resources.files(__name__) / "evaluation" / "metrics"
+    metrics = Path(__file__).parent / "evaluation" / "metrics"
     known = sorted(entry.name for entry in metrics.iterdir() if (entry / f"{entry.name}.py").is_file())
     if name not in known:
         raise ValueError(f"There is no metric {name!r}; there are: {', '.join(known)}.")

@@ -1,35 +1,124 @@
-"""Names that are imported on first use, and modules that have moved: importing the package costs next to nothing."""
+"""Imports that wait: names until they are used, registrations until their registry is imported, modules that moved."""
 
+import contextlib
 import importlib
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
 
-def exports(package: str, names: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def exports(
+    package: str, names: Mapping[str, str], *, modules: Collection[str] = ()
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """Return `__getattr__` and `__dir__` (PEP 562) of a package whose names are imported on first use.
 
     Args:
         package: `__name__` of the package.
-        names: For each name the module it comes from, relative to the package.
+        names: For each name the module that defines it, relative to the package.
+        modules: Modules of the package that are imported when they are used as attributes of it.
     """
 
     def get(name: str) -> Any:
+        if name in modules:
+            return importlib.import_module(f"{package}.{name}")
         if name not in names:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(f"{package}.{names[name]}"), name)
         setattr(sys.modules[package], name, value)
         return value
 
-    return get, lambda: sorted({*vars(sys.modules[package]), *names})
+    return get, lambda: sorted({*vars(sys.modules[package]), *names, *modules})
+
+
+class AfterImport:
+    """Finder that calls functions once modules of other packages have been imported.
+
+    A module may be imported by another that is only half executed at that moment and that the function needs whole,
+    as transformers' `modeling_layers` imports `modeling_auto`. So a function is called when its module and all modules
+    of `packages` that were importing it have been executed.
+
+    Args:
+        functions: The function to call by the name of the module it waits for.
+        packages: Names of packages that a function must not find half executed.
+    """
+
+    def __init__(self, functions: Mapping[str, Callable[[], None]], *, packages: Collection[str]) -> None:
+        self._functions = dict(functions)
+        self._packages = packages
+        self._thread = threading.local()  # each has a chain of imports of its own
+
+    def install(self) -> None:
+        """Call the functions whose modules are there, and wait for the others."""
+        sys.meta_path.insert(0, self)
+        self._call()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """Return the spec that the other finders have for a module of the packages, so that its end is noticed."""
+        if not any(f"{name}.".startswith(f"{package}.") for package in self._packages):
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                if spec.loader is not None:  # a package without __init__.py has none
+                    spec.loader = _Noticed(spec.loader, self)
+                return spec
+        return None
+
+    @contextlib.contextmanager
+    def executing(self) -> Iterator[None]:
+        """Execute a module, and call what has been waiting for it if nothing else is being executed."""
+        depth = getattr(self._thread, "depth", 0)
+        self._thread.depth = depth + 1
+        try:
+            yield
+        finally:
+            self._thread.depth = depth
+            if depth == 0:  # also after an error: the module waited for may be whole, and is not imported again
+                self._call()
+
+    def _call(self) -> None:
+        for name in [name for name in self._functions if name in sys.modules]:
+            function = self._functions.pop(name, None)  # first: what it imports ends here again
+            if function is not None:
+                function()
+        if not self._functions:
+            with contextlib.suppress(ValueError):
+                sys.meta_path.remove(self)
+
+
+class _Noticed(Loader):
+    """Loader of a module that tells an [`AfterImport`] when it has been executed."""
+
+    def __init__(self, loader: Loader, waiting: AfterImport) -> None:
+        self._loader = loader
+        self._waiting = waiting
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the loader has, e.g. `get_code`, which runs a module as a program."""
+        return getattr(self._loader, name)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """Create the module as its own loader does."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Execute the module as its own loader does, which it has from then on."""
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:  # as far as the type is concerned
+            module.__spec__.loader = self._loader
+        with self._waiting.executing():
+            self._loader.exec_module(module)
 
 
 class MovedModules:
-    """A finder of modules under the names that they had in an earlier version; it warns of them.
+    """Finder of modules under the names that they had in an earlier version; it warns.
 
     Args:
         package: `__name__` of the package.
@@ -47,7 +136,7 @@ class MovedModules:
 
 
 class _Moved(Loader):
-    """A loader that returns a module which has moved."""
+    """Loader that returns a module which has moved."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -1,12 +1,15 @@
-"""Results as files and as JSON: a destination is checked before the work, and a file appears only when it is whole."""
+"""Records: files that appear only when they are whole, JSON, fingerprints, and versions and hardware of results."""
 
 import contextlib
+import hashlib
 import json
 import math
 import os
+import platform
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ def check_file(path: Path, name: str) -> None:
 
     Args:
         path: The file.
-        name: What the user calls it, e.g. `--csv`.
+        name: Its name for the user, e.g. `--csv`.
 
     Raises:
         ValueError: If its folder does not exist or cannot be written to, or the path is a folder.
@@ -27,7 +30,7 @@ def check_file(path: Path, name: str) -> None:
         target = _target(path)
         if target.is_dir():
             raise ValueError(f"{name} {path} is a folder: give the path of a file.")
-        if path.absolute().parts[:2] == ("/", "dev") and target.is_file():  # what is printed there would be lost
+        if path.absolute().parts[:2] == ("/", "dev") and target.is_file():  # the text printed there would be lost
             raise ValueError(f"{name} {path} is redirected to the file {target}: give another file.")
         if target.exists() and not os.access(target, os.W_OK):
             raise ValueError(f"{name} {path} cannot be written to: choose another file, or change its permissions.")
@@ -40,14 +43,14 @@ def check_folder(path: Path, name: str) -> None:
 
     Args:
         path: The folder.
-        name: What the user calls it, e.g. `--output`.
+        name: Its name for the user, e.g. `--output`.
 
     Raises:
-        ValueError: If the path, or the first part of it that exists, is no folder or cannot be written to.
+        ValueError: If the path, or the first part of it that exists, is not a folder or cannot be written to.
     """
     with _explained(path, name):
         if path.is_symlink() and not path.exists():
-            raise ValueError(f"{name} {path} is a symbolic link to a folder that is not there; choose another path.")
+            raise ValueError(f"{name} {path} is a symbolic link to a missing folder; choose another path.")
         existing = Path(os.path.realpath(path))
         while not existing.exists() and existing != existing.parent:
             existing = existing.parent
@@ -61,7 +64,7 @@ def check_new_folder(path: Path, name: str) -> None:
 
     Args:
         path: The folder.
-        name: What the user calls it, e.g. `--output`.
+        name: Its name for the user, e.g. `--output`.
 
     Raises:
         ValueError: If not.
@@ -70,7 +73,7 @@ def check_new_folder(path: Path, name: str) -> None:
     try:
         os.path.realpath(path).encode("utf-8")
     except UnicodeEncodeError as error:
-        raise ValueError(f"{name} {path} is not UTF-8, in which alone weights and tokenizers are saved.") from error
+        raise ValueError(f"{name} {path} is not UTF-8: weights and tokenizers cannot be saved there.") from error
     with _explained(path, name):
         if path.is_dir() and any(path.iterdir()):
             raise ValueError(f"{name} {path} exists and is not empty: choose another folder.")
@@ -80,7 +83,7 @@ def check_new_folder(path: Path, name: str) -> None:
 def whole_file(path: str | Path) -> Iterator[Path]:
     """Yield a path to write to; what was written there becomes `path` if the block ends without an error.
 
-    Symbolic links are followed. What is there and is no regular file, such as a device or a pipe, is written to.
+    Symbolic links are followed. An existing path that is not a regular file, such as a device, is written to.
 
     Args:
         path: The file to write or to replace.
@@ -105,7 +108,7 @@ def whole_folder(path: str | Path) -> Iterator[Path]:
         path: A folder that is new or empty; see [`check_new_folder`].
     """
     target = Path(os.path.realpath(path))
-    is_there = target.is_dir()  # it may be the current one or a mount, which cannot be replaced
+    is_there = target.is_dir()  # it may be the current folder or a mount, which cannot be replaced
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = (target if is_there else target.parent) / f".{target.name[:200]}.{os.getpid()}.partial"
     partial.mkdir()
@@ -123,6 +126,15 @@ def write_text(path: str | Path, text: str) -> None:
     """Write a text in UTF-8; see [`whole_file`]. Bytes of file names that are not UTF-8 become escapes."""
     with whole_file(path) as place, place.open("w", encoding="utf-8", errors="backslashreplace", newline="") as file:
         file.write(text)
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write a value for [`read_json`], in a folder that is made if need be: as Python's JSON, with NaN and Infinity.
+
+    For JSON that other programs read, see [`to_json`].
+    """
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: str | Path) -> Any:
@@ -148,6 +160,57 @@ def to_json(value: Any, **options: Any) -> str:
     return json.dumps(_finite(value), allow_nan=False, **options)
 
 
+def fingerprint(value: Any) -> str:
+    """Return the SHA-256 of a value as JSON, in hexadecimal digits; the order of keys does not count."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def content_hash(parts: Iterable[bytes]) -> str:
+    """Return a hash of bytes, however they are divided into parts: 16 hexadecimal digits, to see whether they changed.
+
+    Args:
+        parts: The bytes in their order.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def versions(*libraries: str) -> dict[str, str]:
+    """Return the versions of Python and of libraries.
+
+    Args:
+        libraries: Names of distributions, e.g. `"torch"`.
+    """
+    return {"python": platform.python_version()} | {name: _version(name) for name in libraries}
+
+
+def hardware() -> dict[str, Any]:
+    """Return the hardware that this process computes on, and the number of processes."""
+    import torch  # here: commands that compute nothing start without it
+    from accelerate import PartialState
+
+    return {
+        "machine": platform.machine(),
+        "system": platform.system(),
+        "threads": torch.get_num_threads(),
+        "accelerators": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "processes": PartialState().num_processes,
+    }
+
+
+def _version(library: str) -> str:
+    if library == "torch":
+        import torch
+
+        return str(torch.__version__)  # with the build, e.g. 2.13.0+cu130, unlike its metadata
+    try:
+        return version(library)
+    except PackageNotFoundError:  # run from its sources, without being installed
+        return "not installed"
+
+
 def _target(path: str | Path) -> Path:
     """Follow symbolic links to a file; a pipe behind `/dev/stdout` has no other name."""
     path = Path(path)
@@ -165,7 +228,7 @@ def _finite(value: Any) -> Any:
 def _check_writable(folder: Path, path: Path, name: str) -> None:
     if not folder.is_dir():
         raise ValueError(f"{name} {path}: there is no folder {folder}; create it first, or choose another path.")
-    with tempfile.TemporaryFile(dir=folder):  # permissions alone tell nothing of a file system that is read-only
+    with tempfile.TemporaryFile(dir=folder):  # permissions alone do not show a read-only file system
         pass
 
 

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from lex_hf import LexForCausalLM
-from lex_hf.cli.app import app
+from lex_hf.cli.commands import app
 from lex_hf.convert.gpt2 import from_gpt2
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -137,10 +137,10 @@ def without_a_weight(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda folder: (folder / "config.json").unlink(), r"was searched for a GPT-2 \(config\.json, model\.safeten"),
-        (lambda folder: (folder / "config.json").write_text("[]"), "was searched for a GPT-2 "),
-        (lambda folder: (folder / "model.safetensors").unlink(), "without success: .*no file named"),
-        (cut, "was searched for a causal language model"),
+        (lambda folder: (folder / "config.json").unlink(), r"Could not load a GPT-2 \(config\.json, model\.safeten"),
+        (lambda folder: (folder / "config.json").write_text("[]"), "Could not load a GPT-2 "),
+        (lambda folder: (folder / "model.safetensors").unlink(), "Could not load .*no file named"),
+        (cut, "Could not load a causal language model"),
         (pickled, "Other pickles are not loaded, because they can run code"),
         (without_a_weight, r"lacks 1 of the weights of GPT2LMHeadModel.*: transformer\.h\.1\.ln_2\.bias"),
     ],

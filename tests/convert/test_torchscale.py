@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from lex_hf import from_torchscale
-from lex_hf.cli.app import app
+from lex_hf.cli.commands import app
 
 FIELDS: dict[str, Any] = {
     "training_length": 14,
@@ -137,7 +137,8 @@ def test_files_that_are_no_checkpoint(tmp_path: Path, name: str) -> None:
     result = CliRunner().invoke(app, ["warm-start", str(tmp_path / name), str(tmp_path / "out")])
     assert result.exit_code == 1
     message = " ".join(result.stderr.split())
-    assert f"{name}' was searched for the weights of a torchscale decoder (a safetensors or PyTorch file)" in message
+    assert "Could not load the weights of a torchscale decoder (a safetensors or PyTorch file) from " in message
+    assert f"{name}': " in message
     assert "weights_only" not in result.output
     assert "Traceback" not in result.output
     assert ("they can run code" in message) == (name in ("notes.txt", "page.bin", "code.pt", "state.pkl"))

@@ -23,9 +23,13 @@ from transformers.utils import logging as transformers_logging
 from typer.testing import CliRunner
 
 import lex_hf.data.documents
-from lex_hf.cli.app import app
-from lex_hf.data.documents import load_documents, pack, stream_documents, tokenize, tokenize_documents
-from lex_hf.data.tokenization import byte_tokenizer, train_tokenizer
+import lex_hf.data.packing
+import lex_hf.data.tokenizing
+from lex_hf.cli.commands import app
+from lex_hf.data.documents import load_documents, stream_documents
+from lex_hf.data.packing import pack
+from lex_hf.data.tokenizers import byte_tokenizer, train_tokenizer
+from lex_hf.data.tokenizing import tokenize, tokenize_documents
 
 TOKENIZER = byte_tokenizer()
 
@@ -114,7 +118,7 @@ class TestLoadDocuments:
         assert texts == ["file", "one", "two"]
         assert calls == [("some/wiki", "en.1", "test")]
         for field in ("text", "id"):
-            with pytest.raises(ValueError, match=f"'{field}' is no column of text.*'content'"):
+            with pytest.raises(ValueError, match=f"'{field}' is not a column of text.*'content'"):
                 load_documents(["some/wiki"], text_field=field)
 
     def test_hub_dataset_that_is_not_there(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,13 +165,17 @@ class TestLoadDocuments:
             ("n.jsonl", b'\n{"text": ""}\n', "n.jsonl: no documents"),
             (
                 "g.jsonl.gz",
-                gzip.compress(b'{"text": "long enough"}')[:-9],
+                gzip.compress(b'{"text": "long enough"}', mtime=0)[:-9],
                 "g.jsonl.gz is not a complete gzip",
             ),
             ("h.jsonl.gz", b"plain", "h.jsonl.gz is not a complete gzip"),
             ("h.txt.gz", b"plain", "h.txt.gz is not a complete gzip"),
-            ("z.txt.gz", gzip.compress(b"long enough")[:10] + b"\xff" * 20, "z.txt.gz is not a complete gzip"),
-            ("e.JSONL.GZ", gzip.compress(b""), "e.JSONL.GZ is empty"),
+            (
+                "z.txt.gz",
+                gzip.compress(b"long enough", mtime=0)[:10] + b"\xff" * 20,
+                "z.txt.gz is not a complete gzip",
+            ),
+            ("e.JSONL.GZ", gzip.compress(b"", mtime=0), "e.JSONL.GZ is empty"),
             ("u.txt", "wide".encode("utf-16"), "u.txt is not UTF-8 text: byte 0xff at offset 0"),
             ("d.jsonl", b'{"text": "ok"}\n' + b"[" * 100_000, "d.jsonl, line 2 is JSON that is nested too deeply"),
             (
@@ -276,8 +284,8 @@ class TestTokenize:
         self, tokenizer: Any, texts: list[str], size: int, at_once: int
     ) -> None:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lex_hf.data.documents, "_CHARACTERS_OF_A_PIECE", size)
-            patch.setattr(lex_hf.data.documents, "_CHARACTERS_AT_ONCE", at_once)
+            patch.setattr(lex_hf.data.tokenizing, "_CHARACTERS_OF_A_PIECE", size)
+            patch.setattr(lex_hf.data.tokenizing, "_CHARACTERS_AT_ONCE", at_once)
             pieces = tokenize(texts, tokenizer)
         assert [ids.tolist() for ids in pieces] == [tokenizer(text)["input_ids"] for text in texts]
         assert {ids.dtype for ids in pieces} <= {np.dtype("int32")}
@@ -288,7 +296,7 @@ class TestTokenize:
         tokenizer = byte_tokenizer()
         tokenizer.add_tokens(["aba", "abba", "bb"])
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lex_hf.data.documents, "_CHARACTERS_OF_A_PIECE", size)
+            patch.setattr(lex_hf.data.tokenizing, "_CHARACTERS_OF_A_PIECE", size)
             assert tokenize([text], tokenizer)[0].tolist() == tokenizer(text)["input_ids"]
 
     @pytest.mark.parametrize("tokenizer", [TOKENIZER, TRAINED])
@@ -323,24 +331,24 @@ class TestTokenize:
     def test_others_see_whole_texts(self, make: Any, change: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         tokenizer = make()
         change(tokenizer)
-        monkeypatch.setattr(lex_hf.data.documents, "_CHARACTERS_OF_A_PIECE", 2)
+        monkeypatch.setattr(lex_hf.data.tokenizing, "_CHARACTERS_OF_A_PIECE", 2)
         text = "e\N{COMBINING ACUTE ACCENT} to be <b> b bb or not <b>"
         assert tokenize([text], tokenizer)[0].tolist() == tokenizer(text)["input_ids"]
-        assert [piece for piece, _ in lex_hf.data.documents._pieces([text], tokenizer)] == [text]
+        assert [piece for piece, _ in lex_hf.data.tokenizing._pieces([text], tokenizer)] == [text]
 
     def test_merges_without_words_are_not_cut(self, monkeypatch: pytest.MonkeyPatch) -> None:
         tokenizer = train_tokenizer(["abab"] * 9, 260)
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        monkeypatch.setattr(lex_hf.data.documents, "_CHARACTERS_OF_A_PIECE", 1)
+        monkeypatch.setattr(lex_hf.data.tokenizing, "_CHARACTERS_OF_A_PIECE", 1)
         assert tokenize(["abab ab"], tokenizer)[0].tolist() == tokenizer("abab ab")["input_ids"]
 
     def test_a_tokenizer_of_0_1_0(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """What 0.1.0 saved is read as before, and in pieces."""
         tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(SAVED_BY_0_1_0)))
-        monkeypatch.setattr(lex_hf.data.documents, "_CHARACTERS_OF_A_PIECE", 3)
+        monkeypatch.setattr(lex_hf.data.tokenizing, "_CHARACTERS_OF_A_PIECE", 3)
         text = "né<|endoftext|> to be"
         assert tokenize([text], tokenizer)[0].tolist() == [*"né".encode(), 256, *b" to be"]
-        pieces = lex_hf.data.documents._pieces([text], tokenizer)
+        pieces = lex_hf.data.tokenizing._pieces([text], tokenizer)
         assert [piece for piece, _ in pieces] == ["né<|endoftext|>", " to", " be"]
 
 
@@ -395,7 +403,7 @@ class TestPack:
     def test_nothing_is_lost_between_batches(self, monkeypatch: pytest.MonkeyPatch) -> None:
         texts = [f"document {i}" * (i % 4 + 1) for i in range(31)]
         whole = pack(_documents(texts), TOKENIZER, 13)
-        monkeypatch.setattr(lex_hf.data.documents, "_DOCUMENTS_PER_BATCH", 2)
+        monkeypatch.setattr(lex_hf.data.packing, "DOCUMENTS_PER_BATCH", 2)
         assert pack(_documents(texts), TOKENIZER, 13)["input_ids"][:] == whole["input_ids"][:]
         assert len(whole) == sum(len(text) + 1 for text in texts) // 13
 
@@ -412,7 +420,7 @@ class TestPack:
         if len(places) < length:
             return
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(lex_hf.data.documents, "_DOCUMENTS_PER_BATCH", 2)
+            patch.setattr(lex_hf.data.packing, "DOCUMENTS_PER_BATCH", 2)
             examples = pack(_documents(texts), TOKENIZER, length, separate_documents=True)
         assert examples["input_ids"][:] == pack(_documents(texts), TOKENIZER, length)["input_ids"][:]
         for row, positions in enumerate(examples["position_ids"]):
@@ -428,9 +436,9 @@ class TestPack:
         documents = _documents([f"document {i}" * (i % 4 + 1) for i in range(31)])
         documents.save_to_disk(tmp_path / "saved")
         whole = pack(documents, TOKENIZER, 13, separate_documents=separate)
-        monkeypatch.setattr(lex_hf.data.documents, "_CHARACTERS_OF_A_PIECE", 3)
-        monkeypatch.setattr(lex_hf.data.documents, "_CHARACTERS_AT_ONCE", 7)
-        monkeypatch.setattr(lex_hf.data.documents, "_DOCUMENTS_PER_BATCH", 2)
+        monkeypatch.setattr(lex_hf.data.tokenizing, "_CHARACTERS_OF_A_PIECE", 3)
+        monkeypatch.setattr(lex_hf.data.tokenizing, "_CHARACTERS_AT_ONCE", 7)
+        monkeypatch.setattr(lex_hf.data.packing, "DOCUMENTS_PER_BATCH", 2)
         pieces = pack(documents, TOKENIZER, 13, separate_documents=separate)
         saved = pack(Dataset.load_from_disk(tmp_path / "saved"), TOKENIZER, 13, separate_documents=separate)
         assert whole.column_names == (["input_ids", "position_ids"] if separate else ["input_ids"])

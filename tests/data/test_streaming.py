@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 import lex_hf.data.documents
 import lex_hf.data.streaming
-from lex_hf.data.documents import load_documents, pack, stream_documents
+from lex_hf.data.documents import load_documents, stream_documents
+from lex_hf.data.packing import pack
 from lex_hf.data.streaming import PackedStream
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 
 TOKENIZER = byte_tokenizer()
 TEXTS = [f"document {number}, " * (number % 5 + 1) for number in range(23)]
@@ -101,7 +102,7 @@ class TestDocuments:
         documents = stream_documents(["x.txt", "some/wiki:en.1"], text_field="content", split="test")
         assert [row["text"] for row in documents] == ["file", "one", "two"]
         assert calls == [("some/wiki", "en.1", "test", True)]
-        with pytest.raises(ValueError, match="'id' is no column of text"):
+        with pytest.raises(ValueError, match="'id' is not a column of text"):
             stream_documents(["some/wiki"], text_field="id")
 
 

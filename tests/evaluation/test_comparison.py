@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import integrate
 
-from lex_hf.evaluation.comparison import PairedComparison, bootstrap_interval, compare, compare_values
-from lex_hf.evaluation.perplexity import DocumentScore, PerplexityResult
+from lex_hf.evaluation.comparison import PairedComparison, compare, compare_values
+from lex_hf.evaluation.results import DocumentScore, PerplexityResult
+from lex_hf.evaluation.statistics import bootstrap_interval
 
 
 def result_of(nll: list[float], tokens: list[int] | None = None, texts: str = "abcdefgh") -> PerplexityResult:
@@ -175,7 +176,7 @@ def test_bootstrap_in_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None
         return drawn.mean(axis)
 
     bootstrap_interval(mean, sample)
-    monkeypatch.setattr("lex_hf.evaluation.comparison._DRAWN_AT_ONCE", 1000)
+    monkeypatch.setattr("lex_hf.evaluation.statistics._DRAWN_AT_ONCE", 1000)
     assert max(sizes) == 9999 * 50
     sizes.clear()
     low, high = bootstrap_interval(mean, sample)

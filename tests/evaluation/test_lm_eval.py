@@ -21,11 +21,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lex_hf
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.lm_eval.documents import load
 from lex_hf.evaluation.perplexity import compute_perplexity
 
 FOLDER = Path(lex_hf.__file__).parent / "evaluation" / "lm_eval"
+FOLDER_OF_0_1_0 = Path(lex_hf.__file__).parent / "lm_eval_tasks"
 README = (FOLDER / "README.md").read_text(encoding="utf-8")
 METRICS = ("word_perplexity", "byte_perplexity", "bits_per_byte")
 BOS = 256
@@ -96,6 +97,13 @@ def test_the_task_file_names_what_exists(tmp_path: Path) -> None:
     assert [metric["metric"] for metric in config["metric_list"]] == list(METRICS)
 
 
+def test_the_folder_of_version_0_1_0_includes_the_task() -> None:
+    (file,) = FOLDER_OF_0_1_0.iterdir()
+    (included,) = yaml.safe_load(file.read_text(encoding="utf-8")).items()
+    assert included[0] == "include"
+    assert (FOLDER_OF_0_1_0 / included[1]).resolve() == FOLDER / "long_documents.yaml"
+
+
 def test_documents_come_from_one_source_or_several(tmp_path: Path) -> None:
     first = write_documents(tmp_path / "first.jsonl", TEXTS[:2])
     second = tmp_path / "second.txt"
@@ -116,11 +124,11 @@ def test_documents_that_are_not_there(tmp_path: Path) -> None:
         load(str(tmp_path / "nowhere.jsonl"))
 
 
-def test_the_commands_name_what_exists() -> None:
+def test_the_commands_name_what_exists(capsys: pytest.CaptureFixture[str]) -> None:
     code = re.fullmatch(r"TASKS=\$\(python -c '(.*)'\)", commands()[0])
     assert code is not None
-    printed = subprocess.run([sys.executable, "-c", code[1]], capture_output=True, text=True, check=True).stdout
-    assert Path(printed.strip()) == FOLDER
+    exec(code[1], {})
+    assert Path(capsys.readouterr().out.strip()) == FOLDER
     options_given = options()
     assert options_given["--include_path"] == "$TASKS"
     assert options_given["--tasks"] == task()["task"]
@@ -145,12 +153,12 @@ def lm_eval() -> ModuleType:
     return pytest.importorskip("lm_eval", reason="lm_eval is not installed")
 
 
-def evaluate(model: Any, documents: Path) -> dict[str, float]:
+def evaluate(model: Any, documents: Path, folder: Path = FOLDER) -> dict[str, float]:
     """Metrics of the task for a model of lm_eval."""
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=str(FOLDER), include_defaults=False, metadata={"documents": str(documents)})
+    manager = TaskManager(include_path=str(folder), include_defaults=False, metadata={"documents": str(documents)})
     results = lm_eval.simple_evaluate(model, tasks=["long_documents"], task_manager=manager, bootstrap_iters=0)
     return {metric: results["results"]["long_documents"][f"{metric},none"] for metric in METRICS}
 
@@ -179,7 +187,9 @@ def test_the_harness_agrees_with_the_protocols(
 
     texts = [TEXTS[0], TEXTS[2]]  # 60 and 90 tokens: 30 divides both
     model = HFLM(byte_model(), tokenizer=byte_tokenizer(), max_length=max_length, batch_size=1, device="cpu")
-    measured = evaluate(model, write_documents(tmp_path / "a.jsonl", texts))["bits_per_byte"]
+    metrics = evaluate(model, write_documents(tmp_path / "a.jsonl", texts))
+    assert evaluate(model, tmp_path / "a.jsonl", FOLDER_OF_0_1_0) == metrics
+    measured = metrics["bits_per_byte"]
     assert measured == pytest.approx(bits_per_byte(texts, "chunked", max_length or 90), rel=1e-5)
     streamed = bits_per_byte(texts, "streaming", 7)
     assert (measured == pytest.approx(streamed, rel=1e-5)) == is_whole

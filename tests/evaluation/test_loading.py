@@ -1,4 +1,4 @@
-"""Checkpoints that are not what they seem: weights that are missing, renamed or of another shape, damaged files."""
+"""Loading for evaluation: its options, weights that are missing, renamed or of another shape, damaged files."""
 
 import importlib
 import json
@@ -11,6 +11,7 @@ import evaluate
 import pytest
 import torch
 from helpers.models import tiny_model
+from helpers.perplexity import TOKENIZER, lex
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
@@ -18,8 +19,8 @@ from typer.testing import CliRunner
 import lex_hf
 import lex_hf.evaluation.loading
 from lex_hf import LexForSequenceClassification
-from lex_hf.cli.app import app
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.cli.commands import app
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.lm_eval import documents
 from lex_hf.evaluation.loading import check_checkpoint, load_for_evaluation
 
@@ -211,7 +212,7 @@ def test_the_metric_refuses(renamed: Path, tmp_path: Path) -> None:
 )
 def test_damaged_files(folder: Path, name: str, content: bytes) -> None:
     (folder / name).write_bytes(content)
-    with pytest.raises(ValueError, match=r"was searched for .*, without success: ") as caught:
+    with pytest.raises(ValueError, match=r"Could not load .* from .*: ") as caught:
         load_for_evaluation(str(folder), device="cpu")
     assert "\n" not in str(caught.value)
 
@@ -264,3 +265,43 @@ def test_a_tokenizer_of_another_model(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["generate", str(tmp_path), "né", "--max-new-tokens", "1"])
     assert result.exit_code == 1
     assert "token id 195, but the vocabulary of" in " ".join(result.stderr.split())
+
+
+def test_load_for_evaluation(lex_folder: str) -> None:
+    model, tokenizer = load_for_evaluation(lex_folder, dtype="bfloat16", attention_pattern="full")
+    assert (model.dtype, model.device.type, model.training) == (torch.bfloat16, "cpu", False)
+    assert model.config.attention_pattern == "full"
+    assert tokenizer("né")["input_ids"] == [110, 195, 169]
+    assert load_for_evaluation(lex_folder, device="cpu")[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "gpux"}, "device = 'gpux': it must be a device of torch"),
+        ({"dtype": "float99"}, "dtype = 'float99': it must be a dtype of torch"),
+        ({"dtype": "nn"}, "dtype = 'nn': it must be a dtype of torch"),
+    ],
+)
+def test_bad_loading_options(lex_folder: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_for_evaluation(lex_folder, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize("device", ["gpu", "cuda"])
+def test_no_gpu_here(lex_folder: str, device: str) -> None:
+    with pytest.raises(ValueError, match=f"device = '{device}': torch finds no CUDA device"):
+        load_for_evaluation(lex_folder, device=device)
+
+
+def test_folder_that_lacks_something(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"Could not load a tokenizer \(tokenizer.json"):
+        load_for_evaluation(str(tmp_path))
+    TOKENIZER.save_pretrained(tmp_path)
+    lex("blockwise").config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"Could not load a causal language model .*no file named"):
+        load_for_evaluation(str(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ValueError, match="Could not load a causal language model"):
+        load_for_evaluation(str(tmp_path))

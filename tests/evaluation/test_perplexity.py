@@ -1,174 +1,43 @@
-"""Perplexity: hand computations, a token-by-token reference, agreement of protocols, and the metric."""
+"""Perplexity: hand computations, the run of an evaluation, options, and errors."""
 
 import inspect
 import json
 import math
-import os
-import resource
-import signal
-import subprocess
-import sys
-from collections.abc import Iterator
-from functools import cache
+from dataclasses import asdict, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import evaluate
 import pytest
 import torch
-import torch.nn.functional as F
 from helpers.models import tiny_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizers import processors
-from torch import Tensor, nn
-from transformers import (
-    DynamicCache,
-    GPT2Config,
-    GPT2LMHeadModel,
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
+from helpers.perplexity import (
+    BOS,
+    EVERY_TARGET,
+    TEXTS,
+    VOCABULARY,
+    Bigram,
+    compute,
+    lex,
+    neox,
+    nll_of,
+    reference_losses,
+    text_of,
 )
+from tokenizers import processors
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-import lex_hf
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import (
     PROTOCOLS,
     ContextBucket,
     DocumentScore,
+    PerplexityOptions,
     PerplexityResult,
-    Window,
-    chunked,
     compute_perplexity,
-    last_token,
-    load_for_evaluation,
-    score_windows,
-    sliding,
-    streaming,
 )
-
-VOCABULARY = 257
-EVERY_TARGET = ("chunked", "sliding", "streaming")  # protocols that score each target once
-TOKENIZER = byte_tokenizer()
-BOS = 256
-
-
-class BigramConfig(PreTrainedConfig):  # type: ignore[misc]
-    model_type = "test_bigram"
-    vocab_size = VOCABULARY
-
-
-class Bigram(PreTrainedModel):  # type: ignore[misc]
-    """The logits of the next token are the row of a table that belongs to the token before; first all zero.
-
-    It notes the shape of every batch it sees, what was asked for, and whether it ran as an evaluation.
-    """
-
-    config_class = BigramConfig
-
-    def __init__(self, cached: bool = True) -> None:
-        super().__init__(BigramConfig())
-        self.table = nn.Embedding(VOCABULARY, VOCABULARY)
-        self.dropout = nn.Dropout(0.5)
-        self.cached = cached
-        self.shapes: list[tuple[int, int]] = []
-        self.cache_asked_for: set[bool] = set()
-        self.as_evaluation = True
-        self.post_init()
-        nn.init.zeros_(self.table.weight)
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.table
-
-    def forward(
-        self, input_ids: Tensor, past_key_values: Any = None, use_cache: bool = False
-    ) -> CausalLMOutputWithPast:
-        self.shapes.append((input_ids.shape[0], input_ids.shape[1]))
-        self.cache_asked_for.add(use_cache)
-        self.as_evaluation &= not self.training and not torch.is_grad_enabled()
-        kept = DynamicCache() if use_cache and self.cached else None
-        return CausalLMOutputWithPast(logits=self.dropout(self.table(input_ids)), past_key_values=kept)
-
-    def set_probability(self, before: int | str, after: int | str, probability: float) -> None:
-        """Make `after` this probable after `before`; all other tokens are equally probable."""
-        row = torch.full((VOCABULARY,), math.log((1 - probability) / (VOCABULARY - 1)))
-        row[_id(after)] = math.log(probability)
-        self.table.weight.data[_id(before)] = row
-
-
-def _id(token: int | str) -> int:
-    return ord(token) if isinstance(token, str) else token
-
-
-@cache
-def neox() -> GPTNeoXForCausalLM:
-    """A model of another family, with full attention and positions."""
-    torch.manual_seed(0)
-    model = GPTNeoXForCausalLM(
-        GPTNeoXConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=24,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            intermediate_size=20,
-            bos_token_id=BOS,
-            eos_token_id=BOS,
-        )
-    )
-    for parameter in model.parameters():
-        parameter.data.normal_(std=0.3)
-    return model.eval()
-
-
-@cache
-def lex(pattern: str) -> lex_hf.LexForCausalLM:
-    return tiny_model(vocab_size=VOCABULARY, attention_pattern=pattern, bos_token_id=BOS)
-
-
-def text_of(length: int, seed: int = 0) -> str:
-    """Random letters, `length` of them: as many tokens, or one more with the start token."""
-    letters = torch.randint(97, 123, (length,), generator=torch.Generator().manual_seed(seed))
-    return "".join(map(chr, letters.tolist()))
-
-
-def compute(model: Any, texts: list[str], **options: Any) -> PerplexityResult:
-    return compute_perplexity(model, TOKENIZER, texts, **{"progress": False, **options})
-
-
-@torch.no_grad()
-def loss_of(model: Any, text: str, target: int, start: int) -> float:
-    """NLL of one token after the tokens from `start` on, by a forward pass of its own."""
-    tokens = torch.tensor([BOS, *text.encode()])
-    logits = model(input_ids=tokens[None, start:target], use_cache=False).logits[0, -1]
-    return -logits.double().log_softmax(-1)[tokens[target]].item()
-
-
-def reference(model: Any, text: str, length: int | None) -> list[float]:
-    """NLL of every token after the start token, one forward pass each.
-
-    The model sees what lies before the token in its segment of `length` inputs, or all of it if `None`.
-    """
-    targets = range(1, len(text.encode()) + 1)
-    return [loss_of(model, text, target, (target - 1) // length * length if length else 0) for target in targets]
-
-
-def nll_of(model: Any, text: str, protocol: str, length: int, batch_size: int = 3, **options: Any) -> list[float]:
-    """Per-token losses of one text, put in order."""
-    tokens = torch.tensor([BOS, *text.encode()])
-    windows = {0: PROTOCOLS[protocol](len(tokens), length, **options)}
-    with torch.no_grad():
-        scores = list(score_windows(model, [tokens], windows, batch_size))
-    losses = {each.target + offset: nll for each in scores for offset, nll in enumerate(each.nll.tolist())}
-    assert sum(len(each.nll) for each in scores) == len(losses), "a token was scored twice"
-    assert sorted(losses) == list(range(1, len(tokens))), "a token was not scored"
-    return [losses[target] for target in sorted(losses)]
-
-
-# --- numbers --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", EVERY_TARGET)
@@ -226,7 +95,7 @@ def test_losses_are_float32_whatever_the_dtype(protocol: str) -> None:
     options = {"stride": 4} if protocol == "sliding" else {}
     got = nll_of(model, text_of(20), protocol, length=6, **options)
     model.float()  # the same rounded table: only the loss itself could differ
-    assert got == pytest.approx(reference(model, text_of(20), None), abs=1e-5)
+    assert got == pytest.approx(reference_losses(model, text_of(20), None), abs=1e-5)
 
 
 def test_max_length_reads_only_the_beginning() -> None:
@@ -241,197 +110,6 @@ def test_max_length_reads_only_the_beginning() -> None:
 def test_default_length_is_the_training_length() -> None:
     assert compute(lex("blockwise"), ["abc"]).length == 14
     assert compute(neox(), ["abc"]).length == 1024
-
-
-# --- protocols ------------------------------------------------------------------------------------
-
-
-@settings(max_examples=12)
-@given(size=st.integers(1, 40), length=st.integers(1, 45), batch_size=st.integers(1, 4))
-def test_chunked_is_the_token_by_token_reference(size: int, length: int, batch_size: int) -> None:
-    text = text_of(size, seed=size)
-    got = nll_of(neox(), text, "chunked", length, batch_size)
-    assert got == pytest.approx(reference(neox(), text, length), abs=1e-4)
-
-
-@settings(max_examples=8)
-@given(size=st.integers(1, 40), length=st.integers(1, 45))
-def test_streaming_is_the_token_by_token_reference(size: int, length: int) -> None:
-    text = text_of(size, seed=size)
-    got = nll_of(neox(), text, "streaming", length)
-    assert got == pytest.approx(reference(neox(), text, None), abs=1e-4)
-
-
-@pytest.mark.parametrize("pattern", ["blockwise", "sliding", "full"])
-@settings(max_examples=10)
-@given(size=st.integers(1, 120), length=st.integers(1, 125))
-def test_streaming_lex_is_one_pass_over_the_document(pattern: str, size: int, length: int) -> None:
-    text = text_of(size, seed=size)
-    tokens = torch.tensor([[BOS, *text.encode()]])
-    with torch.no_grad():
-        logits = lex(pattern)(input_ids=tokens[:, :-1], use_cache=False).logits[0]
-    whole = F.cross_entropy(logits, tokens[0, 1:], reduction="none").tolist()
-    assert nll_of(lex(pattern), text, "streaming", length) == pytest.approx(whole, abs=1e-4)
-
-
-def test_windows_by_hand() -> None:
-    assert chunked(8, 3) == [Window(0, 3, 3), Window(3, 6, 3), Window(6, 7, 1)]
-    assert chunked(7, 3) == [Window(0, 3, 3), Window(3, 6, 3)]
-    assert chunked(2, 9) == [Window(0, 1, 1)]
-    assert streaming(8, 5) == [Window(0, 5, 5, cached=True), Window(5, 7, 2, cached=True)]
-    assert sliding(11, 4, stride=2) == [Window(0, 4, 4), Window(2, 6, 2), Window(4, 8, 2), Window(6, 10, 2)]
-    assert sliding(10, 4, stride=3) == [Window(0, 4, 4), Window(3, 7, 3), Window(6, 9, 2)]
-    assert sliding(3, 4, stride=1) == [Window(0, 2, 2)]
-    # Segments 0…4 and 5…9; token 10 is left over.
-    assert last_token(11, 5, contexts=[1, 4]) == [Window(3, 4, 1), Window(0, 4, 1), Window(8, 9, 1), Window(5, 9, 1)]
-
-
-@settings(max_examples=200)
-@given(tokens=st.integers(2, 60), length=st.integers(1, 70), data=st.data())
-def test_sliding_scores_each_target_once_with_enough_context(tokens: int, length: int, data: st.DataObject) -> None:
-    stride = data.draw(st.integers(1, length))
-    windows = sliding(tokens, length, stride=stride)
-    contexts = {each.target + more: each.context + more for each in windows for more in range(each.scored)}
-    assert sum(each.scored for each in windows) == len(contexts)
-    assert sorted(contexts) == list(range(1, tokens))
-    for target, context in contexts.items():
-        assert min(target, length - stride + 1) <= context <= min(target, length)
-    assert all(each.start == index * stride and each.size <= length for index, each in enumerate(windows))
-    assert sliding(tokens, length, stride=length) == chunked(tokens, length)
-
-
-@settings(max_examples=10)
-@given(size=st.integers(1, 30), length=st.integers(1, 35), data=st.data())
-def test_sliding_is_the_token_by_token_reference(size: int, length: int, data: st.DataObject) -> None:
-    stride, text = data.draw(st.integers(1, length)), text_of(size, seed=size)
-    got = nll_of(neox(), text, "sliding", length, stride=stride)
-    # The first window that reaches the target counts.
-    starts = {
-        target: next(s for s in range(0, size + 1, stride) if s + length >= target) for target in range(1, size + 1)
-    }
-    assert got == pytest.approx([loss_of(neox(), text, target, starts[target]) for target in starts], abs=1e-4)
-
-
-def test_sliding_by_half_a_window_is_the_default() -> None:
-    text = text_of(40)
-    assert compute(neox(), [text], protocol="sliding", length=9) == compute(
-        neox(), [text], protocol="sliding", length=9, stride=4
-    )
-    assert compute(neox(), [text], protocol="sliding", length=1).options == {"stride": 1}
-
-
-def test_last_token_by_hand() -> None:
-    model = Bigram()
-    model.set_probability("c", "d", 1 / 4)
-    model.set_probability("g", "d", 1 / 16)
-    texts = ["abcd" + "efgd" + "ab", "xxcd"]  # segments of 4: their last tokens cost 2, 4 and 2 bits
-
-    result = compute(model, texts, protocol="last_token", length=4, contexts=[3, 1], add_start_token=False)
-
-    bit = math.log(2)
-    assert (result.tokens, result.options) == (3, {"contexts": [1, 3]})
-    assert result.nll == pytest.approx(8 / 3 * bit, rel=1e-5)
-    assert result.perplexities == pytest.approx([8, 4], rel=1e-5)
-    assert [(each.start, each.stop, each.tokens) for each in result.loss_by_position] == [(1, 2, 3), (3, 4, 3)]
-    assert [each.perplexity for each in result.loss_by_position] == pytest.approx([2 ** (8 / 3)] * 2, rel=1e-5)
-    # 12 targets (the first token of each text is none) in 14 bytes.
-    assert result.bits_per_byte == pytest.approx(8 / 3 * 12 / 14, rel=1e-5)
-
-
-@settings(max_examples=8)
-@given(size=st.integers(6, 40), length=st.integers(2, 7))
-def test_last_token_is_the_token_by_token_reference(size: int, length: int) -> None:
-    text = text_of(size, seed=size)
-    result = compute(neox(), [text], protocol="last_token", length=length, contexts=range(1, length))
-    targets = range(length - 1, size + 1, length)
-    for bucket, context in zip(result.loss_by_position, range(1, length), strict=True):
-        losses = [loss_of(neox(), text, target, target - context) for target in targets]
-        assert (bucket.start, bucket.tokens) == (context, len(losses))
-        assert bucket.nll == pytest.approx(sum(losses) / len(losses), abs=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("length", "contexts"), [(2, [1]), (8, [1, 2, 4, 7]), (9, [1, 2, 4, 8]), (10, [1, 2, 4, 8, 9])]
-)
-def test_default_contexts(length: int, contexts: list[int]) -> None:
-    assert compute(Bigram(), [text_of(20)], protocol="last_token", length=length).options == {"contexts": contexts}
-
-
-@pytest.mark.parametrize("model", [neox, lambda: lex("blockwise"), lambda: lex("full")])
-def test_last_token_with_all_the_context_is_the_end_of_one_pass(model: Any) -> None:
-    texts = [text_of(36, seed=seed) for seed in range(3)]  # with the start token, one segment each
-    result = compute(model(), texts, protocol="last_token", length=37)
-    last = [nll_of(model(), text, "streaming", length=10)[-1] for text in texts]
-    assert [each.nll for each in result.documents] == pytest.approx(last, abs=1e-4)
-
-
-def test_only_the_logits_that_count_are_computed() -> None:
-    seen = []
-    hook = neox().register_forward_hook(lambda *event: seen.append(tuple(event[-1].logits.shape[:2])))
-    try:
-        compute(neox(), [text_of(19)], protocol="last_token", length=10, contexts=[9, 4])
-        compute(neox(), [text_of(19)], protocol="sliding", length=10, stride=3)
-    finally:
-        hook.remove()
-    assert seen == [(2, 1), (2, 1), (1, 10), (3, 3)]
-
-
-@pytest.mark.parametrize("model", [neox, lambda: lex("full")])
-def test_protocols_agree_on_a_document_that_fits(model: Any) -> None:
-    texts = [text_of(30), text_of(17, seed=1)]
-    one = compute(model(), texts, protocol="chunked", length=31)
-    other = compute(model(), texts, protocol="streaming", length=7)
-    assert one.perplexities == pytest.approx(other.perplexities, rel=1e-5)
-    assert one.perplexity == pytest.approx(other.perplexity, rel=1e-5)
-
-
-def test_context_helps_where_the_protocol_gives_it() -> None:
-    """Streaming must not forget between chunks: `chunked` at the same length does, and differs."""
-    text = text_of(40)
-    streamed, cut = (nll_of(neox(), text, protocol, length=5) for protocol in ("streaming", "chunked"))
-    assert streamed[:5] == pytest.approx(cut[:5], abs=1e-4)
-    assert max(abs(a - b) for a, b in zip(streamed[5:], cut[5:], strict=True)) > 1e-2
-
-
-def test_batch_size_does_not_matter() -> None:
-    texts = [text_of(size, seed=size) for size in (23, 1, 50, 23, 8)]
-    one, many = (compute(neox(), texts, length=5, batch_size=size) for size in (1, 7))
-    assert one.perplexities == pytest.approx(many.perplexities, rel=1e-5)
-    assert one.perplexity == pytest.approx(many.perplexity, rel=1e-5)
-    assert one.perplexities == pytest.approx(
-        [compute(neox(), [text], length=5).perplexity for text in texts], rel=1e-5
-    )
-
-
-@pytest.mark.parametrize("protocol", EVERY_TARGET)
-def test_every_length_scores_the_same_tokens(protocol: str) -> None:
-    texts = [text_of(23), text_of(9, seed=1)]
-    model = Bigram()
-    model.table.weight.data.normal_(generator=torch.Generator().manual_seed(0))
-    # A bigram model does not care about context, so equal targets mean equal losses.
-    results = [compute(model, texts, protocol=protocol, length=length) for length in (1, 2, 5, 23, 24, 99)]
-    assert {result.tokens for result in results} == {32}
-    for result in results:
-        assert result.nll == pytest.approx(results[0].nll, rel=1e-6)
-        assert sum(bucket.tokens for bucket in result.loss_by_position) == 32
-
-
-def test_chunked_never_pads_and_batches_equal_segments() -> None:
-    model = Bigram()
-    compute(model, [text_of(10), text_of(14), text_of(6)], length=4, batch_size=4)
-    # Segments 4 4 2, 4 4 4 2 and 4 2: six of four tokens, three of two.
-    assert model.shapes == [(4, 4), (2, 4), (3, 2)]
-    assert model.cache_asked_for == {False}
-
-
-def test_streaming_reads_one_chunk_at_a_time() -> None:
-    model = Bigram()
-    compute(model, [text_of(10), text_of(3)], protocol="streaming", length=4, batch_size=9)
-    assert model.shapes == [(1, 4), (1, 4), (1, 2), (1, 3)]
-    assert model.cache_asked_for == {True}
-
-
-# --- the run --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -502,6 +180,18 @@ def test_other_errors_are_not_taken_for_lack_of_memory() -> None:
         compute(model, ["abc"], batch_size="auto")
 
 
+@pytest.mark.parametrize("protocol", ["chunked", "sliding"])
+def test_logits_of_a_long_text_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
+    model = tiny_model(vocab_size=257, bos_token_id=256, pad_token_id=256)
+    options = {"length": 16, "protocol": protocol, "batch_size": 2}
+    whole = compute(model, TEXTS, **options)
+    largest = []
+    model.lm_head.register_forward_pre_hook(lambda module, inputs: largest.append(inputs[0].shape[0]))
+    monkeypatch.setattr("lex_hf.evaluation.scoring._LOGITS_AT_ONCE", 7)
+    assert compute(model, TEXTS, **options).nll == pytest.approx(whole.nll, rel=1e-6)
+    assert max(largest) == 7
+
+
 def test_positions_that_end() -> None:
     sizes = {"n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 16}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, bos_token_id=BOS, eos_token_id=BOS, **sizes)).eval()
@@ -546,9 +236,6 @@ def test_result_is_ready_for_json() -> None:
     loaded["documents"] = [DocumentScore(**document) for document in loaded["documents"]]
     loaded["confidence_interval"] = tuple(loaded["confidence_interval"])
     assert PerplexityResult(**loaded) == result
-
-
-# --- errors ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -627,405 +314,15 @@ def test_streaming_needs_a_cache() -> None:
         compute(Bigram(cached=False), ["abc"], protocol="streaming")
 
 
-# --- records --------------------------------------------------------------------------------------
-
-TEXTS = [text_of(size, seed=size) for size in (17, 30, 8, 23, 11)]
-
-
-def shapes_of(model: Bigram, texts: list[str], **options: Any) -> list[tuple[int, int]]:
-    """Shapes of the batches of one evaluation."""
-    model.shapes.clear()
-    compute(model, texts, **options)
-    return list(model.shapes)
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_records_change_nothing_and_are_not_computed_again(protocol: str, tmp_path: Path) -> None:
-    path, options = tmp_path / "records.jsonl", {"protocol": protocol, "length": 6}
-    recorded = compute(neox(), TEXTS, records=path, **options)
-    plain = compute(neox(), TEXTS, **options)
-    assert recorded.perplexity == pytest.approx(plain.perplexity, rel=1e-5)
-    assert recorded.perplexities == pytest.approx(plain.perplexities, rel=1e-5)
-    assert [b.nll for b in recorded.loss_by_position] == pytest.approx([b.nll for b in plain.loss_by_position])
-
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    by_text = {line["text"]: line for line in lines}
-    assert len(lines) == len(by_text) == len(TEXTS)
-    for text, document in zip(TEXTS, recorded.documents, strict=True):
-        line = by_text[sha256(text.encode()).hexdigest()]
-        assert [line[name] for name in ("nll", "tokens", "bytes")] == [document.nll, document.tokens, len(text)]
-
-    before = path.read_bytes()
-    seen: list[Any] = []
-    hook = neox().register_forward_hook(lambda *event: seen.append(event))
-    try:
-        assert compute(neox(), [*TEXTS[1:], TEXTS[0]], records=str(path), **options).tokens == recorded.tokens
-        assert compute(neox(), TEXTS, records=path, **options) == recorded
-    finally:
-        hook.remove()
-    assert seen == []
-    assert path.read_bytes() == before
-
-
-def test_only_what_is_the_same_in_all_respects_is_taken_from_the_records(tmp_path: Path) -> None:
-    model, options = Bigram(), {"records": tmp_path / "records.jsonl", "length": 6}
-    first = shapes_of(model, TEXTS, **options)
-    assert len(first) > 0
-    assert shapes_of(model, [*TEXTS, "new"], **options) == [(1, 3)]
-    assert shapes_of(model, TEXTS, **options, batch_size=1) == []
-    for other in ({"length": 5}, {"protocol": "streaming"}, {"add_start_token": False}, {"max_length": 7}):
-        assert shapes_of(model, TEXTS, **{**options, **other}) != []
-        assert shapes_of(model, TEXTS, **{**options, **other}) == []
-    for stride in (2, 3):
-        assert shapes_of(model, TEXTS, **options, protocol="sliding", stride=stride) != []
-    assert shapes_of(model, TEXTS, **options, protocol="sliding") == []  # 3 is half of 6
-    model.config.some_setting = 7
-    assert shapes_of(model, TEXTS, **options) == first
-    model.table.weight.data[200, 100] += 1  # trained on, in the same folder
-    assert shapes_of(model, TEXTS, **options) == first
-    assert shapes_of(model.bfloat16(), TEXTS, **options) == first
-
-
-def test_equal_texts_are_computed_once(tmp_path: Path) -> None:
-    model = Bigram()
-    result = compute(model, ["abc", "abc", "abc"], records=tmp_path / "records.jsonl")
-    assert model.shapes == [(1, 3)]
-    assert result.tokens == 9
-
-
-KILLED = """
-import os, signal, sys
-from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
-
-folder, records, *texts = sys.argv[1:]
-model, tokenizer = load_for_evaluation(folder, device="cpu")
-passes = 0
-
-def kill_in_the_eighth(*_):
-    global passes
-    passes += 1
-    if passes == 8:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-model.register_forward_pre_hook(kill_in_the_eighth)
-compute_perplexity(model, tokenizer, texts, length=6, batch_size=2, records=records, progress=False)
-"""
-
-
-def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, folder: str) -> None:
-    path, options = tmp_path / "records.jsonl", {"length": 6, "batch_size": 2}
-    command = [sys.executable, "-c", KILLED, folder, str(path), *TEXTS]
-    killed = subprocess.run(command, env=os.environ, timeout=120, check=False)
-    assert killed.returncode == -signal.SIGKILL
-    # 30 tokens take three passes; 23 take two and one for the rest; the kill came within the 17.
-    finished = path.read_text().splitlines()
-    assert [json.loads(line)["tokens"] for line in finished] == [30, 23]
-    path.write_text("\n".join(finished) + "\n" + finished[0][:50])  # as if the kill had come while writing
-
-    model, _ = load_for_evaluation(folder, device="cpu")
-    shapes: list[Any] = []
-    model.register_forward_pre_hook(
-        lambda module, arguments, options: shapes.append(tuple(options["input_ids"].shape)), with_kwargs=True
-    )
-    resumed = compute(model, TEXTS, records=path, **options)
-    assert shapes == [(2, 6), (1, 5), (1, 6), (1, 5), (1, 6), (1, 2)]  # of 17, 11 and 8 tokens
-    assert resumed == compute(model, TEXTS, records=tmp_path / "whole.jsonl", **options)
-    assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
-
-
-@pytest.mark.parametrize("protocol", ["chunked", "sliding"])
-def test_logits_of_a_long_text_are_made_in_pieces(monkeypatch: pytest.MonkeyPatch, protocol: str) -> None:
-    model = tiny_model(vocab_size=257, bos_token_id=256, pad_token_id=256)
-    options = {"length": 16, "protocol": protocol, "batch_size": 2}
-    whole = compute(model, TEXTS, **options)
-    largest = []
-    model.lm_head.register_forward_pre_hook(lambda module, inputs: largest.append(inputs[0].shape[0]))
-    monkeypatch.setattr("lex_hf.evaluation.perplexity._LOGITS_AT_ONCE", 7)
-    assert compute(model, TEXTS, **options).nll == pytest.approx(whole.nll, rel=1e-6)
-    assert max(largest) == 7
-
-
-def test_full_disk_loses_nothing(tmp_path: Path) -> None:
-    path, options = tmp_path / "records.jsonl", {"length": 6}
-    whole = compute(Bigram(), TEXTS, records=path, **options)
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.unlink()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (len(lines[0]) + len(lines[1]) + 20, hard))
-    try:
-        with pytest.raises(OSError, match=r"records = '.*records.jsonl' cannot be .* What was recorded before is"):
-            compute(Bigram(), TEXTS, records=path, **options)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert path.read_bytes().startswith(lines[0] + lines[1])
-    model = Bigram()
-    assert compute(model, TEXTS, records=path, **options) == whole
-    assert path.read_bytes().splitlines(keepends=True) == lines
-    assert len(model.shapes) == len(shapes_of(Bigram(), TEXTS[:1], **options)) + sum(
-        len(shapes_of(Bigram(), [text], **options)) for text in (TEXTS[2], TEXTS[4])
-    )
-
-
-def test_records_in_no_folder_and_in_a_folder(tmp_path: Path) -> None:
-    model = Bigram()
-    for path in (tmp_path / "missing" / "records.jsonl", tmp_path):
-        with pytest.raises(OSError, match="cannot be read or written"):
-            compute(model, ["abc"], records=path)
-    assert model.shapes == [], "found out before any work is done"
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ('{"key": "k", "nll": 1.0}\n', "line 1 of .* is no record"),
-        ('{"key": "k", "nll": 1.0, "tokens": 1, "positions": []}\n[]\n', "line 2 of .* is no record"),
-        ("A book.\nIts second line.\n", "line 1 of .* is no record"),
-        ("A book without an end of line", "ends with something that is no record"),
-    ],
-)
-def test_a_file_of_something_else_is_left_alone(tmp_path: Path, content: str, message: str) -> None:
-    path = tmp_path / "book.txt"
-    path.write_text(content)
-    with pytest.raises(ValueError, match=message):
-        compute(Bigram(), ["abc"], records=path)
-    assert path.read_text() == content
-
-
-# --- several processes ----------------------------------------------------------------------------
-
-SHARED = """
-import json, os, sys
-from pathlib import Path
-import evaluate, lex_hf
-from lex_hf.cli.app import app
-from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
-
-evaluate.config.HF_MODULES_CACHE = sys.argv[1] + "/modules"
-folder, out, *texts = sys.argv[2:]
-out = Path(out)
-model, tokenizer = load_for_evaluation(folder, device="cpu")
-results = {}
-for protocol in ("chunked", "sliding", "last_token", "streaming"):
-    result = compute_perplexity(model, tokenizer, texts, protocol=protocol, length=6)
-    results[protocol] = result.to_dict()
-results["alone"] = compute_perplexity(model, tokenizer, texts[:1], length=6, progress=False).to_dict()
-records = out / "records.jsonl"
-results["records"] = compute_perplexity(
-    model, tokenizer, texts, length=6, records=records, progress=False
-).to_dict()
-metric = evaluate.load(lex_hf.metric_path(), cache_dir=sys.argv[1])
-results["metric"] = metric.compute(predictions=texts, model_id=folder, device="cpu", length=6, progress=False)
-rank = os.environ["RANK"]
-(out / f"{rank}.json").write_text(json.dumps(results))
-(out / "text.txt").write_text(texts[0])
-app(["evaluate", folder, str(out / "text.txt"), "--length", "6", "--json"], standalone_mode=False)
-"""
-
-
-def approximately(value: Any) -> Any:
-    """The same value, with numbers that other batches may round otherwise."""
-    if isinstance(value, dict):
-        return {key: approximately(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [approximately(each) for each in value]
-    return pytest.approx(value, rel=1e-5) if isinstance(value, float) else value
-
-
-def test_two_processes_give_the_numbers_of_one(tmp_path: Path, folder: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SHARED)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launcher, str(script), str(tmp_path / "cache"), folder, str(tmp_path), *TEXTS]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, timeout=300, check=False, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
-    assert first == second
-    model = lex("blockwise")
-    for protocol in PROTOCOLS:
-        expected = compute(model, TEXTS, protocol=protocol, length=6)
-        assert first[protocol] == approximately(expected.to_dict())
-    expected = compute(model, TEXTS, length=6)
-    for name in ("records", "metric"):
-        assert first[name] == approximately(expected.to_dict())
-    assert first["alone"] == approximately(compute(model, TEXTS[:1], length=6).to_dict())
-
-    # Each process recorded its share; one process goes on from both files.
-    files = [tmp_path / "records.jsonl", tmp_path / "records.jsonl.1"]
-    tokens = [[json.loads(line)["tokens"] for line in file.read_text().splitlines()] for file in files]
-    assert tokens == [[30, 17, 8], [23, 11]]
-    sizes = [file.stat().st_size for file in files]
-    fresh, _ = load_for_evaluation(folder, device="cpu")
-    again = compute(fresh, TEXTS, length=6, records=files[0])
-    assert json.loads(json.dumps(again.to_dict())) == first["records"]
-    assert [file.stat().st_size for file in files] == sizes
-
-    # One process shows bars and prints.
-    (printed,) = json.loads(run.stdout)
-    assert printed == first["alone"]
-    assert run.stderr.count("55.0/55.0") == 3, "the share of the first process, for protocols that score all"
-
-
-# --- loading and the metric -----------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A saved LEX model with its tokenizer."""
-    path = str(tmp_path_factory.mktemp("model"))
-    lex("blockwise").save_pretrained(path)
-    TOKENIZER.save_pretrained(path)
-    return path
-
-
-@pytest.fixture(scope="module")
-def metric(tmp_path_factory: pytest.TempPathFactory) -> Iterator[evaluate.EvaluationModule]:
-    """The metric as a user loads it; what `evaluate` writes goes to a temporary folder."""
-    path = tmp_path_factory.mktemp("evaluate")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate.config, "HF_MODULES_CACHE", path / "modules")
-        patch.setattr(sys, "path", [*sys.path])
-        yield evaluate.load(lex_hf.metric_path(), cache_dir=str(path))
-    for name in [name for name in sys.modules if name.split(".")[0] == "evaluate_modules"]:
-        del sys.modules[name]
-
-
-def test_load_for_evaluation(folder: str) -> None:
-    model, tokenizer = load_for_evaluation(folder, dtype="bfloat16", attention_pattern="full")
-    assert (model.dtype, model.device.type, model.training) == (torch.bfloat16, "cpu", False)
-    assert model.config.attention_pattern == "full"
-    assert tokenizer("né")["input_ids"] == [110, 195, 169]
-    assert load_for_evaluation(folder, device="cpu")[0].dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"device": "gpux"}, "device = 'gpux': it must be a device of torch"),
-        ({"dtype": "float99"}, "dtype = 'float99': it must be a dtype of torch"),
-        ({"dtype": "nn"}, "dtype = 'nn': it must be a dtype of torch"),
-    ],
-)
-def test_bad_loading_options(folder: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_for_evaluation(folder, **options)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
-@pytest.mark.parametrize("device", ["gpu", "cuda"])
-def test_no_gpu_here(folder: str, device: str) -> None:
-    with pytest.raises(ValueError, match=f"device = '{device}': torch finds no CUDA device"):
-        load_for_evaluation(folder, device=device)
-
-
-def test_folder_that_lacks_something(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"searched for a tokenizer \(tokenizer.json"):
-        load_for_evaluation(str(tmp_path))
-    TOKENIZER.save_pretrained(tmp_path)
-    lex("blockwise").config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"searched for a causal language model .*no file named"):
-        load_for_evaluation(str(tmp_path))
-    (tmp_path / "model.safetensors").write_bytes(b"cut off")
-    with pytest.raises(ValueError, match="searched for a causal language model"):
-        load_for_evaluation(str(tmp_path))
-
-
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_metric_is_compute_perplexity(metric: Any, folder: str, protocol: str) -> None:
-    texts = [text_of(50), text_of(31, seed=1) + "né€"]
-    options = {"sliding": {"stride": 3}, "last_token": {"contexts": [2, 5]}}.get(protocol, {})
-    got = metric.compute(predictions=texts, model_id=folder, protocol=protocol, length=8, progress=False, **options)
-    assert got == compute(lex("blockwise"), texts, protocol=protocol, length=8, **options).to_dict()
-    assert got == metric.compute(
-        predictions=texts,
-        model=lex("blockwise"),
-        tokenizer=TOKENIZER,
-        protocol=protocol,
-        length=8,
-        progress=False,
-        **options,
-    )
-
-
-def test_metric_passes_every_option_on(metric: Any, folder: str) -> None:
-    texts = [text_of(50)]
-    options: dict[str, Any] = {"length": 20, "batch_size": 2, "add_start_token": False, "max_length": 45}
-    got = metric.compute(
-        predictions=texts,
-        model_id=folder,
-        **options,
-        device="cpu",
-        dtype="float64",
-        trust_remote_code=False,
-        attention_pattern="full",
-        progress=False,
-    )
-    full = tiny_model(vocab_size=VOCABULARY, attention_pattern="full", bos_token_id=BOS).double()
-    assert got == compute(full, texts, **options).to_dict()
-    assert got["perplexity"] != compute(lex("blockwise"), texts, **options).perplexity
-
-
-def test_metric_passes_the_batch_size_on(metric: Any) -> None:
-    model = Bigram()
-    metric.compute(predictions=[text_of(9)], model=model, tokenizer=TOKENIZER, length=3, batch_size=2, progress=False)
-    assert model.shapes == [(2, 3), (1, 3)]
-
-
-def test_metric_collects_predictions_in_steps(metric: Any) -> None:
-    for text in ("abc", "né"):
-        metric.add(prediction=text)
-    metric.add_batch(predictions=["xyz"])
-    got = metric.compute(model=neox(), tokenizer=TOKENIZER, progress=False)
-    assert got == compute(neox(), ["abc", "né", "xyz"]).to_dict()
-
-
-@torch.no_grad()
-def test_metric_is_the_official_formula_for_texts_of_one_segment(metric: Any) -> None:
-    """The official metric pads on the right, masks, and averages exp(mean loss) over texts."""
-    texts = [text_of(19), "né", text_of(7, seed=1)]
-    batch = TOKENIZER(
-        [TOKENIZER.bos_token + text for text in texts],
-        padding=True,
-        padding_side="right",
-        return_tensors="pt",
-    )
-    logits = neox()(**batch).logits[:, :-1]
-    mask = batch["attention_mask"][:, 1:]
-    loss = F.cross_entropy(logits.transpose(1, 2), batch["input_ids"][:, 1:], reduction="none") * mask
-    official = torch.exp(loss.sum(1) / mask.sum(1))
-
-    got = metric.compute(predictions=texts, model=neox(), tokenizer=TOKENIZER, progress=False)
-
-    assert got["perplexities"] == pytest.approx(official.tolist(), rel=1e-5)
-    assert got["mean_perplexity"] == pytest.approx(official.mean().item(), rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({}, "either model_id, or both model and tokenizer"),
-        ({"model_id": "m", "model": 1}, "either model_id, or both model and tokenizer"),
-        ({"model_id": "m", "tokenizer": 1}, "either model_id, or both model and tokenizer"),
-        ({"model": 1}, "either model_id, or both model and tokenizer"),
-        (
-            {"model": 1, "tokenizer": 1, "device": "cpu", "lenght": 3},
-            "device, lenght: of use only with model_id",
-        ),
-    ],
-)
-def test_metric_with_wrong_arguments(metric: Any, arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        metric.compute(predictions=["abc"], **arguments)
-
-
-def test_metric_describes_itself(metric: Any) -> None:
-    assert "2212.10554" in metric.citation
-    assert list(metric.features) == ["predictions"]
-    parameters = inspect.signature(compute_perplexity).parameters
-    for name in {*parameters, "model_id", "device", "dtype"} - {"model", "tokenizer", "texts"}:
-        assert f"    {name} (" in metric.inputs_description
-
-
-def test_protocols_are_named_after_their_functions() -> None:
-    assert {"chunked": chunked, "last_token": last_token, "sliding": sliding, "streaming": streaming} == PROTOCOLS
+def test_options_are_the_keywords_of_compute_perplexity() -> None:
+    parameters = inspect.signature(compute_perplexity).parameters.values()
+    keywords = {each.name: each.default for each in parameters if each.kind is each.KEYWORD_ONLY}
+    assert keywords == asdict(PerplexityOptions())
+
+
+def test_options_that_depend_on_the_length_are_checked_once_it_is_known() -> None:
+    options = PerplexityOptions(protocol="sliding", stride=2048)
+    assert options.settings(tiny_model(training_length=4096).config).length == 4096
+    for check in (lambda: options.settings(Bigram().config), lambda: replace(options, length=1024)):
+        with pytest.raises(ValueError, match="stride = 2048: it must be 1 to length = 1024"):
+            check()

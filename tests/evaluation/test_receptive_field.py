@@ -224,7 +224,7 @@ def model_with(weight: float) -> LexForCausalLM:
         ({"threshold": 1.0}, r"threshold = 1.0: it must lie in \[0, 1\)"),
         ({"model": model_with(math.nan)}, "Gradient norms must be finite"),
         ({"model": model_with(0.0)}, "one of each text above 0"),
-        ({"model": bert().eval(), "positions": [4]}, "lets tokens after position 4 act on its prediction"),
+        ({"model": bert().eval(), "positions": [4]}, "lets tokens after position 4 influence its prediction"),
     ],
 )
 def test_bad_input(arguments: dict[str, Any], message: str) -> None:

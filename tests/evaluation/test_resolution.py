@@ -314,7 +314,7 @@ def gemma2() -> PreTrainedModel:
     [
         (lambda: BloomForCausalLM(BloomConfig(hidden_size=24, n_head=2, n_layer=2, **VOCABULARY)), "does not attend"),
         (gemma2, "more than a softmax"),
-        (bert, "hands no mask"),
+        (bert, "passes no mask"),
     ],
 )
 def test_models_that_cannot_be_measured_say_why(make: Callable[[], PreTrainedModel], message: str) -> None:

@@ -2,7 +2,7 @@
 
 from typer.testing import CliRunner, Result
 
-from lex_hf.cli.app import app
+from lex_hf.cli.commands import app
 
 
 def setting(**fields: object) -> list[str]:

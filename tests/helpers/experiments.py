@@ -10,14 +10,14 @@ from rich.console import Console
 from lex_hf.reproduce import presets
 from lex_hf.reproduce.running import Request, run
 
-_TINY = presets.PRESETS["tiny"]
+TINY = presets.PRESETS["tiny"]
 
 TOY = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
 
 
-def _toy(paper: str) -> presets.Preset:
+def toy_preset(paper: str) -> presets.Preset:
     """The tiny preset, smaller: l = 32, 4 steps."""
-    full = _TINY(paper)
+    full = TINY(paper)
     return replace(
         full,
         length=32,
@@ -30,9 +30,9 @@ def _toy(paper: str) -> presets.Preset:
     )
 
 
-def _request(table: str, output: Path, texts: dict[str, Any], **options: Any) -> Request:
+def toy_request(table: str, output: Path, texts: dict[str, Any], **options: Any) -> Request:
     return Request(table=table, preset="tiny", output=output, **{"seeds": (0, 1), "device": "cpu", **texts, **options})
 
 
-def _run(*arguments: Any, **options: Any) -> dict[str, Any]:
-    return run(_request(*arguments, **options), console=Console(file=io.StringIO()))
+def run_experiment(*arguments: Any, **options: Any) -> dict[str, Any]:
+    return run(toy_request(*arguments, **options), console=Console(file=io.StringIO()))

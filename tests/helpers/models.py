@@ -38,7 +38,7 @@ def tiny_model(*, dtype: torch.dtype = torch.float32, seed: int = 0, **fields: A
 
 
 def settings_of(model: LexForCausalLM) -> dict[str, Any]:
-    """What tests/reference.py needs to know of a model."""
+    """What `reference.forward` needs to know of a model."""
     config = model.config
     patterns = [(pattern, config.attention_span(pattern)) for pattern in config.layer_patterns]
     return {**config.to_dict(), "patterns": patterns}

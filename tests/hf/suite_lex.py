@@ -33,7 +33,7 @@ from lex_hf import (
     LexForTokenClassification,
     LexModel,
 )
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from tests import test_executorch, test_fsdp_mixin, test_pipeline_mixin, test_tensor_parallel_mixin
 
 # Tests that do not apply to LEX, by patterns of their names, and why. All other tests run, except where the machine

@@ -12,11 +12,12 @@ from helpers.models import tiny_model
 from huggingface_hub import ModelCard
 from typer.testing import CliRunner
 
-from lex_hf.cli.app import app
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.cli.commands import app
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
 from lex_hf.hub import card
-from lex_hf.training.trainer import train, training_arguments
+from lex_hf.training.arguments import training_arguments
+from lex_hf.training.trainer import train
 
 ROOT = Path(__file__).parents[2]
 ABOUT = {
@@ -142,7 +143,7 @@ def test_perplexities_that_are_not_finite_are_said_and_rendered_again(
 @pytest.mark.parametrize("content", ["[]", "{}", '{"about": 1}', '{"about":', "null", '"text"'])
 def test_records_that_are_none_give_a_sentence(content: str, tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text(content)
-    with pytest.raises(ValueError, match=r"record.json is (no record|not JSON)"):
+    with pytest.raises(ValueError, match=r"record.json is (not a record|not JSON)"):
         card.write_card(tmp_path)
 
 

@@ -24,7 +24,7 @@ from helpers.models import random_ids, tiny_model
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from lex_hf import LexForCausalLM
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 
 # PEFT and TRL call checkpointing by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")

@@ -5,7 +5,6 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +14,13 @@ from hypothesis import strategies as st
 
 from lex_hf.inference.context_parallel import part_of, read_part
 
+TEXTS = (
+    ({}, 52),
+    ({"position_embedding_type": "alibi"}, 21),  # one block for each
+    ({"attention_pattern": ["sliding", "blockwise"], "position_embedding_type": "sinusoidal"}, 60),
+    ({}, 3600),  # so long that one process reads it in chunks
+)
+
 WORKER = """
 import sys
 import torch
@@ -22,44 +28,43 @@ import torch.distributed as dist
 from lex_hf import LexForCausalLM
 from lex_hf.inference.context_parallel import read_part
 
-folder = sys.argv[1]
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-model = LexForCausalLM.from_pretrained(f"{folder}/model")
-text, more = torch.load(f"{folder}/text.pt", weights_only=True)
-output, (start, stop) = read_part(model, text)
-result = {"logits": output.logits, "part": torch.tensor([start, stop])}
-if stop == text.shape[1]:
-    with torch.no_grad():
-        result["more"] = model(more, past_key_values=output.past_key_values).logits
-torch.save(result, f"{folder}/{dist.get_rank()}.pt")
+for folder in sys.argv[1:]:
+    model = LexForCausalLM.from_pretrained(f"{folder}/model")
+    text, more = torch.load(f"{folder}/text.pt", weights_only=True)
+    output, (start, stop) = read_part(model, text)
+    result = {"logits": output.logits, "part": torch.tensor([start, stop])}
+    if stop == text.shape[1]:
+        with torch.no_grad():
+            result["more"] = model(more, past_key_values=output.past_key_values).logits
+    torch.save(result, f"{folder}/{dist.get_rank()}.pt")
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(
-    ("fields", "tokens"),
-    [
-        ({}, 52),
-        ({"position_embedding_type": "alibi"}, 21),  # one block for each
-        ({"attention_pattern": ["sliding", "blockwise"], "position_embedding_type": "sinusoidal"}, 60),
-        ({}, 3600),  # so long that one process reads it in chunks
-    ],
-)
-def test_three_processes_read_what_one_reads(tmp_path: Path, fields: dict[str, Any], tokens: int) -> None:
-    model, text, more = tiny_model(dtype=torch.float64, **fields), random_ids(2, tokens), random_ids(2, 9, seed=4)
-    model.save_pretrained(tmp_path / "model")
-    torch.save([text, more], tmp_path / "text.pt")
+@pytest.mark.processes
+def test_three_processes_read_what_one_reads(tmp_path: Path) -> None:
+    """They read all texts in turn: to start them takes longer than to read."""
+    cases = []
+    for number, (fields, tokens) in enumerate(TEXTS):
+        model, text, more = tiny_model(dtype=torch.float64, **fields), random_ids(2, tokens), random_ids(2, 9, seed=4)
+        folder = tmp_path / str(number)
+        model.save_pretrained(folder / "model")
+        torch.save([text, more], folder / "text.pt")
+        cases.append((folder, model, torch.cat((text, more), dim=1)))
     (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
-    result = subprocess.run([*command, str(tmp_path / "worker.py"), str(tmp_path)], capture_output=True, text=True)
+    folders = [str(folder) for folder, *_ in cases]
+    result = subprocess.run([*command, str(tmp_path / "worker.py"), *folders], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    parts = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(3)]
-    assert [part["part"][0].item() for part in parts[1:]] == [part["part"][1].item() for part in parts[:-1]]
-    with torch.no_grad():
-        expected = model(torch.cat((text, more), dim=1)).logits
-    together = torch.cat([part["logits"] for part in parts] + [parts[-1]["more"]], dim=1)
-    torch.testing.assert_close(together, expected, atol=1e-9, rtol=0)
+    for folder, model, ids in cases:
+        parts = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(3)]
+        assert [part["part"][0].item() for part in parts[1:]] == [part["part"][1].item() for part in parts[:-1]]
+        with torch.no_grad():
+            expected = model(ids).logits
+        together = torch.cat([part["logits"] for part in parts] + [parts[-1]["more"]], dim=1)
+        torch.testing.assert_close(together, expected, atol=1e-9, rtol=0)
 
 
 @given(st.integers(1, 50), st.integers(1, 8), st.integers(0, 6), st.integers(0, 6))

@@ -6,7 +6,9 @@ import pytest
 import torch
 from helpers.models import random_ids, tiny_model
 from torch._inductor import exc
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import AttentionInterface
+from transformers.integrations.flex_attention import WrappedFlexAttention
 
 from lex_hf import LexForCausalLM
 
@@ -82,14 +84,16 @@ def test_flash_attention_is_refused_where_it_would_drop_a_mask(
         with_function(FLASH, **fields)(random_ids(1, 40), use_cache=False, **inputs)
 
 
-def test_flash_attention_is_refused_for_rows_that_stand_at_different_slots() -> None:
-    model, mask = with_function(FLASH), torch.ones(2, 12)
+@pytest.mark.parametrize("length", [1, 9])
+def test_flash_attention_continues_rows_that_stand_at_different_slots(length: int) -> None:
+    """What it cannot take a mask for is either folded, or a single token, which needs no attention function."""
+    model, mask, ids = with_function(FLASH), torch.ones(2, 12 + length), random_ids(2, 12 + length)
     mask[1, :5] = 0
     with torch.no_grad():
-        cache = model(random_ids(2, 12), attention_mask=mask).past_key_values
-        known = torch.nn.functional.pad(mask, (0, 1), value=1)
-        with pytest.raises(ValueError, match="takes no mask"):
-            model(random_ids(2, 1), attention_mask=known, past_key_values=cache)
+        expected = tiny_model(dtype=torch.float64)(ids, attention_mask=mask).logits
+        cache = model(ids[:, :12], attention_mask=mask[:, :12]).past_key_values
+        logits = model(ids[:, 12:], attention_mask=mask, past_key_values=cache).logits
+    torch.testing.assert_close(logits, expected[:, 12:], atol=1e-9, rtol=0)
 
 
 def test_flash_attention_that_is_not_installed_is_an_error_when_loading(tmp_path: Any) -> None:
@@ -99,8 +103,16 @@ def test_flash_attention_that_is_not_installed_is_an_error_when_loading(tmp_path
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, when it loads its compiler
-@pytest.mark.parametrize("fields", [{}, {"position_embedding_type": "kerple"}])
-def test_flex_attention_gives_the_same_logits(fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("fields", "backend"),
+    [pytest.param({}, "inductor", marks=pytest.mark.inductor), ({"position_embedding_type": "kerple"}, "eager")],
+)
+def test_flex_attention_gives_the_same_logits(
+    fields: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel that is generated is the same with a bias for each head, which `eager` reads without one."""
+    compiled = torch.compile(flex_attention, backend=backend)
+    monkeypatch.setattr(WrappedFlexAttention, "__call__", lambda _: compiled)
     ids, mask = random_ids(2, 160), torch.ones(2, 160)
     mask[1, :20] = 0
     model = tiny_model(hidden_size=96, training_length=64, **fields)  # its CPU kernel wants heads of a usual width

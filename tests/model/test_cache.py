@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from lex_hf import LexCache, LexForCausalLM, LexStaticCache
-from lex_hf.model.cache_lex import LexCacheLayer
+from lex_hf.model.cache_layer_lex import LexCacheLayer
 
 pattern_fields = st.sampled_from(PATTERNS)
 quick = hypothesis_settings(max_examples=30)
@@ -70,8 +70,12 @@ def test_token_by_token_over_ten_blocks_in_other_dtypes(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_everything_is_finite_and_exact_at_position_one_million(dtype: torch.dtype) -> None:
-    """A text that repeats itself every block gives the same logits in every block, so also in the last."""
-    model = tiny_model(dtype=dtype, num_hidden_layers=1, training_length=512, xpos_scale_base=256)
+    """A text that repeats itself every block gives the same logits in every block, so also in the last.
+
+    One narrow head, as the products of half precision are slow on CPUs; the blocks are long, as their rounding is.
+    """
+    narrow = {"num_hidden_layers": 1, "hidden_size": 6, "num_attention_heads": 1, "intermediate_size": 8}
+    model = tiny_model(dtype=dtype, training_length=512, xpos_scale_base=256, **narrow)
     period = random_ids(1, 256)
     chunk, cache = period.repeat(1, 500), LexCache(model.config)
     with torch.no_grad():
@@ -80,7 +84,7 @@ def test_everything_is_finite_and_exact_at_position_one_million(dtype: torch.dty
             logits = model(chunk, past_key_values=cache, logits_to_keep=256).logits
         assert cache.get_seq_length() == 1_024_000
         stepped = [model(period[:, i : i + 1], past_key_values=cache).logits for i in range(256)]
-    tolerance = 3 * TOLERANCE[dtype]
+    tolerance = TOLERANCE[dtype] / 2  # the logits of so narrow a model are small
     for result in (logits, torch.cat(stepped, dim=1)):
         assert result.isfinite().all()
         torch.testing.assert_close(result, expected, atol=tolerance, rtol=0)
@@ -142,8 +146,8 @@ def test_decoding_writes_in_place_and_moves_a_block_only_at_its_end() -> None:
             model(ids[:, position : position + 1], past_key_values=cache)
         changed = [0] if before is None else (before != layer.values).any(-1).any(1)[0].nonzero().flatten().tolist()
         moves = position >= 14 and position % 7 == 0
-        assert layer.fills == [position + 1 if position < 14 else 8 + position % 7]
-        assert changed == ([*range(8)] if moves else [layer.fills[0] - 1])
+        assert layer.fill == (position + 1 if position < 14 else 8 + position % 7)
+        assert changed == ([*range(8)] if moves else [layer.fill - 1])
 
 
 @pytest.mark.parametrize("fields", PATTERNS)

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import PATTERNS, left_padded, random_ids, tiny_model
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from helpers.models import left_padded, random_ids, tiny_model
 from torch._dynamo.utils import counters
 
 from lex_hf import LexCache, LexForCausalLM, LexStaticCache
@@ -31,13 +29,14 @@ def compiled(model: LexForCausalLM, backend: str, whole: bool = True) -> LexForC
     return model
 
 
-@pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize(
-    ("backend", "fields"),
+    ("cache", "backend", "fields"),
     [
-        ("eager", HYBRID),
-        ("aot_eager", {}),
-        ("eager", {"attention_pattern": "sliding", "position_embedding_type": "sinusoidal"}),
+        (None, "aot_eager", {}),
+        (None, "eager", HYBRID),
+        ("static", "aot_eager", HYBRID),
+        (None, "eager", {"attention_pattern": "sliding", "position_embedding_type": "sinusoidal"}),
+        ("static", "eager", {"attention_pattern": "sliding", "position_embedding_type": "sinusoidal"}),
     ],
 )
 def test_generation_from_whole_graphs_writes_the_tokens_of_eager_mode(
@@ -54,7 +53,7 @@ def test_generation_from_whole_graphs_writes_the_tokens_of_eager_mode(
 
 @pytest.mark.parametrize("cache", [None, "static"])
 def test_generation_in_chunks_without_padding_under_model_compile(cache: str | None) -> None:
-    model, ids = tiny_model(dtype=torch.float64), random_ids(2, 20)
+    model, ids = tiny_model(dtype=torch.float64, num_hidden_layers=1), random_ids(2, 20)
     options = {"max_new_tokens": 20, "do_sample": False, "cache_implementation": cache, "prefill_chunk_size": 9}
     expected = model.generate(ids, **options)
     model.compile(backend="eager")
@@ -83,24 +82,25 @@ def read(
     return torch.cat(logits, dim=1)
 
 
-@settings(max_examples=4)
-@given(
-    fields=st.sampled_from(PATTERNS),
-    pieces=st.lists(st.sampled_from([1, 1, 2, 5, 7, 8, 15, 30]), min_size=2, max_size=4),
-    backend=st.sampled_from(["eager", "aot_eager"]),
-    static=st.booleans(),
-    data=st.data(),
-)
+@pytest.mark.parametrize(
+    ("fields", "pieces", "backend", "static"),
+    [
+        ({"attention_pattern": "blockwise"}, [8, 30], "aot_eager", False),
+        ({"attention_pattern": "blockwise", "block_length": 3}, [2, 15], "eager", True),
+        ({"attention_pattern": "sliding", "sliding_window": 5}, [15, 1, 7], "eager", False),
+        (HYBRID, [7, 5], "eager", True),
+    ],
+)  # two graphs or three of each: hypothesis would take minutes for more
 def test_ragged_batches_in_pieces_have_the_logits_of_eager_mode(
-    fields: dict[str, Any], pieces: list[int], backend: str, static: bool, data: st.DataObject
+    fields: dict[str, Any], pieces: list[int], backend: str, static: bool
 ) -> None:
-    torch._dynamo.reset()
     width = sum(pieces)
     mask = torch.ones(3, width, dtype=torch.long)
-    mask[1, : data.draw(st.integers(0, width - 1), label="padding")] = 0
-    holes = data.draw(st.sets(st.integers(0, width - 1), max_size=width - 1), label="holes")
-    mask[2, sorted(holes)] = 0
-    model, ids = tiny_model(dtype=torch.float64, **fields), random_ids(3, width)
+    mask[1, : pieces[0] + 1] = 0  # a row without a token in the first piece
+    mask[2] = torch.rand(width, generator=torch.Generator().manual_seed(width)) < 0.5
+    layers = 1 if isinstance(fields["attention_pattern"], str) else 2  # a second alike says no more
+    model = tiny_model(dtype=torch.float64, num_hidden_layers=layers, **fields)
+    ids = random_ids(3, width)
 
     def cache() -> Any:
         return LexStaticCache(model.config, width) if static else LexCache(model.config)
@@ -111,9 +111,8 @@ def test_ragged_batches_in_pieces_have_the_logits_of_eager_mode(
     torch.testing.assert_close(found[real], expected[real], atol=1e-9, rtol=0)
 
 
-@pytest.mark.parametrize("fields", [{}, HYBRID])
-def test_eager_and_compiled_passes_may_share_a_cache(fields: dict[str, Any]) -> None:
-    model, twin = (tiny_model(dtype=torch.float64, **fields) for _ in range(2))
+def test_eager_and_compiled_passes_may_share_a_cache() -> None:
+    model, twin = (tiny_model(dtype=torch.float64, **HYBRID) for _ in range(2))
     compiled(twin, "eager")
     ids, mask, cache = random_ids(2, 44), torch.ones(2, 44, dtype=torch.long), LexCache(model.config)
     mask[1, :5] = 0
@@ -126,7 +125,7 @@ def test_eager_and_compiled_passes_may_share_a_cache(fields: dict[str, Any]) -> 
     real = mask == 1
     torch.testing.assert_close(torch.cat(logits, dim=1)[real], expected[real], atol=1e-9, rtol=0)
     cache.crop(-1)
-    assert cache.layers[0].lengths == [43, 38]
+    assert cache.layers[0].lengths.tolist() == [43, 38]
 
 
 def test_packed_rows_without_a_cache() -> None:
@@ -151,7 +150,7 @@ def test_packed_rows_without_a_cache() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_by_the_graph(passed: dict[str, torch.Tensor], message: str) -> None:
-    model = compiled(tiny_model(), "eager")
+    model = compiled(tiny_model(num_hidden_layers=1), "eager")
     cache = LexCache(model.config)
     with torch.no_grad():
         model(random_ids(1, 4), past_key_values=cache)
@@ -160,12 +159,14 @@ def test_what_does_not_fit_is_refused_by_the_graph(passed: dict[str, torch.Tenso
 
 
 def test_guesses_are_taken_back() -> None:
-    model, prompt = tiny_model(dtype=torch.float64), random_ids(1, 9).repeat(1, 3)
-    options = {"max_new_tokens": 12, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    """With these weights three tokens are guessed in the third pass, all wrongly, and four more passes follow."""
+    model, prompt = tiny_model(dtype=torch.float64, num_hidden_layers=1, seed=5), random_ids(1, 9).repeat(1, 3)
+    options = {"max_new_tokens": 7, "do_sample": False, "prompt_lookup_num_tokens": 3}
     expected = model.generate(prompt, **options)
     assert torch.equal(compiled(model, "eager", whole=False).generate(prompt, **options), expected)
 
 
+@pytest.mark.inductor
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # in PyTorch itself
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 def test_layers_of_a_static_cache_count_in_tensors_of_their_own() -> None:
@@ -174,6 +175,6 @@ def test_layers_of_a_static_cache_count_in_tensors_of_their_own() -> None:
     cache = LexStaticCache(model.config, 20)
     with torch.no_grad():
         model(random_ids(2, 3), past_key_values=cache)
-    counts = [tensor for layer in cache.layers for tensor in (layer.positions, layer.padding, layer.columns)]
+    counts = [tensor for layer in cache.layers for tensor in (layer.lengths, layer.padding, layer.columns)]
     assert len({tensor.data_ptr() for tensor in counts}) == len(counts)
-    assert [layer.positions.tolist() for layer in cache.layers] == [[3, 3]] * 2
+    assert [layer.lengths.tolist() for layer in cache.layers] == [[3, 3]] * 2

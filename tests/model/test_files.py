@@ -57,8 +57,9 @@ def test_meta_device_and_casts_leave_derived_tensors_right(tmp_path: Path) -> No
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert torch.equal(logits_of(loaded), expected)
     for cast in (model.to(torch.bfloat16), model.half().bfloat16()):
-        tables = next(iter(cast.model.positions._tables.values()))
-        assert {table.dtype for table in tables} == {torch.float32}
+        places = torch.arange(9)
+        rotation = cast.model.positions.rotation(places, places, 7, torch.bfloat16)
+        assert {factors.dtype for factors in (rotation.query, rotation.key, rotation.decay)} == {torch.float32}
     # A model that went through float16 lost precision in its weights, but none in its positions.
     assert torch.equal(
         logits_of(loaded.float()),
@@ -101,11 +102,13 @@ def test_exactly_the_hub_files_are_saved(tmp_path: Path) -> None:
             assert module.startswith(".") or module.split(".")[0] in allowed, (path.name, module)
 
 
-@pytest.mark.parametrize("fields", [{}, {"position_embedding_type": "rope", "attention_pattern": ["full", "sliding"]}])
-def test_loading_without_lex_hf(tmp_path: Path, fields: dict[str, object]) -> None:
-    model, folder = tiny_model(**fields), tmp_path / "model"
-    model.save_pretrained(folder)
-    torch.save(logits_of(model), tmp_path / "expected.pt")
+@pytest.mark.processes
+def test_loading_without_lex_hf(tmp_path: Path) -> None:
+    models = [tiny_model(), tiny_model(position_embedding_type="rope", attention_pattern=["full", "sliding"])]
+    folders = [tmp_path / str(number) for number in range(len(models))]
+    for model, folder in zip(models, folders, strict=True):
+        model.save_pretrained(folder)
+        torch.save(logits_of(model), folder / "expected.pt")
     code = f"""
     import torch
     from transformers import AutoModel, AutoModelForCausalLM
@@ -115,25 +118,28 @@ def test_loading_without_lex_hf(tmp_path: Path, fields: dict[str, object]) -> No
         pass
     else:
         raise SystemExit("lex_hf can be imported")
-    folder = {str(folder)!r}
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(1, 97, (2, 40), generator=generator)
-    expected = torch.load({str(tmp_path / "expected.pt")!r}, weights_only=True)
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, expected)
-    tokens = model.generate(ids[:, :9], max_new_tokens=30, do_sample=False)
-    assert torch.equal(tokens, model.generate(ids[:, :9], max_new_tokens=30, do_sample=False, use_cache=False))
-    assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__ == "LexModel"
-    model.save_pretrained({str(tmp_path / "again")!r})
+    for folder in {[str(folder) for folder in folders]}:
+        model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(1, 97, (2, 40), generator=generator)
+        expected = torch.load(folder + "/expected.pt", weights_only=True)
+        with torch.no_grad():
+            assert torch.equal(model(ids).logits, expected), folder
+        tokens = model.generate(ids[:, :9], max_new_tokens=30, do_sample=False)
+        assert torch.equal(tokens, model.generate(ids[:, :9], max_new_tokens=30, do_sample=False, use_cache=False))
+        assert type(AutoModel.from_pretrained(folder, trust_remote_code=True)).__name__ == "LexModel"
+        model.save_pretrained(folder + "/again")
     """
     result = run_without_lex_hf(code, tmp_path / "home")
     assert result.returncode == 0, result.stderr
     # What was loaded from code in the folder can be saved again, code included.
-    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path / "again")), logits_of(model))
-    assert {path.name for path in (tmp_path / "again").glob("*.py")} == {p.name for p in PACKAGE.glob("*_lex.py")}
+    for model, folder in zip(models, folders, strict=True):
+        again = folder / "again"
+        assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(again)), logits_of(model))
+        assert {path.name for path in again.glob("*.py")} == {path.name for path in PACKAGE.glob("*_lex.py")}
 
 
+@pytest.mark.processes
 def test_without_trust_the_error_says_what_to_do(tmp_path: Path) -> None:
     tiny_model().save_pretrained(tmp_path / "model")
     code = f"""
@@ -145,6 +151,7 @@ def test_without_trust_the_error_says_what_to_do(tmp_path: Path) -> None:
     assert "trust_remote_code=True" in result.stderr
 
 
+@pytest.mark.processes
 def test_importing_the_package_is_light() -> None:
     heavy = ("matplotlib", "datasets", "evaluate", "typer")
     code = f"import sys, lex_hf; print([name for name in {heavy} if name in sys.modules])"
@@ -161,5 +168,5 @@ def test_metric_path_names_what_exists() -> None:
 def test_the_base_scheme_does_nothing() -> None:
     scheme, states = PositionScheme(tiny_model().config), torch.ones(1, 2, 30)
     assert scheme.embed(states, torch.arange(2)) is states
-    assert scheme.rotation(torch.arange(2), 2, None, states) is None
+    assert scheme.rotation(torch.arange(2), torch.arange(2), None, states.dtype).query is None
     assert scheme.bias(torch.arange(2), torch.arange(2), 2, torch.float32) is None

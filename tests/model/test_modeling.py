@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
 from lex_hf import LexCache, LexConfig, LexForCausalLM, LexStaticCache
-from lex_hf.model import folding_lex, modeling_lex
+from lex_hf.model import layers_lex, modeling_lex
 
 implementations = st.sampled_from(["eager", "sdpa"])
 
@@ -349,7 +349,7 @@ def test_the_chunked_loss_is_the_loss_and_has_its_gradients(extra: dict[str, Any
 def test_many_tokens_take_the_feed_forward_layer_in_parts(
     monkeypatch: pytest.MonkeyPatch, rows: int, length: int
 ) -> None:
-    monkeypatch.setattr(modeling_lex, "_MLP_TOKENS", 8)
+    monkeypatch.setattr(layers_lex, "_MLP_TOKENS", 8)
     layer = tiny_model().model.layers[0].mlp
     sizes: list[int] = []
     layer.up_proj.register_forward_hook(lambda module, inputs, output: sizes.append(inputs[0].shape[-2]))
@@ -363,8 +363,7 @@ def test_many_tokens_take_the_feed_forward_layer_in_parts(
 
 @pytest.fixture
 def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (folding_lex, modeling_lex):
-        monkeypatch.setattr(module, "CHUNK", 20)
+    monkeypatch.setattr(modeling_lex, "CHUNK", 20)
 
 
 def calls_of(module: torch.nn.Module) -> list[tuple[int, int]]:
@@ -395,8 +394,7 @@ def test_long_texts_are_read_in_chunks_with_the_same_result(
 
     def read(chunk: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-            for module in (folding_lex, modeling_lex):
-                patch.setattr(module, "CHUNK", chunk)
+            patch.setattr(modeling_lex, "CHUNK", chunk)
             cache = LexCache(model.config)
             if before:
                 model(ids[:, :before], past_key_values=cache)
@@ -418,14 +416,15 @@ def test_long_texts_are_read_in_chunks_with_the_same_result(
 @pytest.mark.usefixtures("short_chunks")
 def test_only_what_is_no_gain_or_wants_all_at_once_is_not_read_in_chunks() -> None:
     model, ids = tiny_model(attn_implementation="eager"), random_ids(2, 40)
-    layer = model.model.layers[0]
-    calls, whole = calls_of(layer.self_attn.q_proj), calls_of(layer)
+    calls = calls_of(model.model.layers[0].self_attn.q_proj)
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
-        assert calls == [(2, 7)] * 5 + [(2, 5)]
         assert [tuple(each.shape) for each in states] == [(2, 40, 30)] * 3
+        assert calls == [(2, 40)]
+        calls.clear()
+        # Afterwards, transformers leaves its hooks where they are.
         assert model(ids, use_cache=False).past_key_values is None
-        assert whole == [(2, 40)] * 2
+        assert calls == [(2, 7)] * 5 + [(2, 5)]
         calls.clear()
         assert model(ids, output_attentions=True).attentions[0].shape == (2, 3, 40, 40)
         mask = torch.ones_like(ids)
@@ -442,8 +441,21 @@ def test_only_what_is_no_gain_or_wants_all_at_once_is_not_read_in_chunks() -> No
 
 
 @pytest.mark.usefixtures("short_chunks")
+def test_hooks_on_layers_and_embeddings_of_the_user_see_whole_texts() -> None:
+    model, ids = tiny_model(), random_ids(2, 40)
+    with torch.no_grad():
+        embeddings = model.get_input_embeddings()(ids)
+        before, expected = embeddings.clone(), model(ids).logits
+        torch.testing.assert_close(model(inputs_embeds=embeddings).logits, expected)
+        assert torch.equal(embeddings, before), "pieces are written in place, but not into the caller's tensor"
+        calls = calls_of(model.model.layers[1])
+        torch.testing.assert_close(model(ids).logits, expected)
+    assert calls == [(2, 40)]
+
+
+@pytest.mark.usefixtures("short_chunks")
 def test_weights_that_wait_elsewhere_are_fetched_once_for_each_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(modeling_lex, "_MLP_TOKENS", 8)
+    monkeypatch.setattr(layers_lex, "_MLP_TOKENS", 8)
     model, ids = tiny_model(), random_ids(1, 40)
     with torch.no_grad():
         expected = model(ids).logits

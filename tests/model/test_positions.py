@@ -123,6 +123,7 @@ def test_saved_and_loaded_schemes_are_the_same(tmp_path: Path, scheme: dict[str,
     assert torch.equal(logits_of(loaded), logits_of(model))
 
 
+@pytest.mark.processes
 def test_every_scheme_loads_without_lex_hf(tmp_path: Path) -> None:
     for index, scheme in enumerate(SCHEMES):
         model = tiny_model(**scheme)

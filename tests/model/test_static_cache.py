@@ -92,13 +92,13 @@ def test_storage_stays_where_it_is_and_serves_any_length() -> None:
     cache = LexStaticCache(model.config, max_cache_len=10)
     cache.early_initialization(2, num_heads=3, head_dim=10, dtype=torch.float32, device=torch.device("cpu"))
     layer = cache.layers[0]
-    places = [tensor.data_ptr() for tensor in (layer.keys, layer.values, layer.positions, layer.columns)]
+    places = [tensor.data_ptr() for tensor in (layer.keys, layer.values, layer.lengths, layer.columns)]
     assert cache.nbytes() == 2 * 2 * 2 * 14 * 30 * 4 == LexCache(model.config).nbytes() + cache.nbytes()
     in_pieces(model, random_ids(2, 100), [1, 9], cache)
     cache.reorder_cache(torch.tensor([1, 0]))
     cache.reset()
     in_pieces(model, random_ids(2, 10), [4], cache)
-    assert [tensor.data_ptr() for tensor in (layer.keys, layer.values, layer.positions, layer.columns)] == places
+    assert [tensor.data_ptr() for tensor in (layer.keys, layer.values, layer.lengths, layer.columns)] == places
     assert cache.is_compileable
     assert cache.get_max_length() == -1
 
@@ -121,7 +121,7 @@ def test_a_step_too_many_is_refused_before_anything_is_written() -> None:
         cache = LexStaticCache(model.config, max_cache_len=12)
         with torch.no_grad():
             model(random_ids(1, 12), past_key_values=cache, **read)
-            room = 12 - int(cache.layers[0].positions)
+            room = 12 - int(cache.layers[0].lengths)
             for _ in range(room):
                 model(random_ids(1, 1), past_key_values=cache)
             kept = cache.layers[0].keys.clone()

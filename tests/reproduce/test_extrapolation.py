@@ -5,6 +5,7 @@ import io
 import itertools
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from rich.console import Console
 
 from lex_hf import LexForCausalLM
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity
 from lex_hf.reproduce import extrapolation, tiny
 
@@ -47,6 +48,9 @@ def test_schemes_are_trained_once_and_compared(tmp_path: Path, monkeypatch: pyte
     assert written["perplexity"]["alibi"]["64"] == [first, second]
     weights = folder / "alibi-2-steps-seed-1" / "model.safetensors"
     before = weights.stat().st_mtime_ns
+    # Version 0.1.0 kept neither a record of a training nor measurements.
+    (weights.parent / "training.json").unlink()
+    shutil.rmtree(weights.parent / "measurements")
     assert extrapolation.run(folder, **settings) == result
     assert weights.stat().st_mtime_ns == before
     assert (folder / "extrapolation.png").read_bytes().startswith(b"\x89PNG")
@@ -65,7 +69,7 @@ def test_unknown_schemes_fail_before_anything_is_trained(tmp_path: Path) -> None
         ({"seeds": (2**32,)}, "from 0 to 4294967295"),
         ({"seeds": ()}, "seeds = none"),
         ({"steps": 0}, "steps = 0: it must be from 1"),
-        ({"schemes": ("rope", "rope")}, "one is there twice"),
+        ({"schemes": ("rope", "rope")}, "one is given twice"),
     ],
 )
 def test_impossible_settings_fail_before_anything_is_trained(

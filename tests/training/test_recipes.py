@@ -10,11 +10,12 @@ from huggingface_hub.errors import StrictDataclassError
 from torch.utils.flop_counter import FlopCounterMode
 
 from lex_hf import LexForCausalLM
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.reproduce.tiny import tiny_config
+from lex_hf.training.arguments import training_arguments
 from lex_hf.training.estimate import activation_bytes, count_saved_bytes, estimate, visible_keys
-from lex_hf.training.recipes import DataSettings, load_recipe, recipe_names
-from lex_hf.training.trainer import training_arguments
+from lex_hf.training.recipe_files import lex_optimizer, recipe_names
+from lex_hf.training.recipes import DataSettings, load_recipe
 
 
 class TestShipped:
@@ -69,6 +70,30 @@ class TestShipped:
         arguments = recipe.arguments("plan")
         assert (arguments.max_steps, arguments.get_warmup_steps(1500)) == (1500, 100)
         assert (arguments.learning_rate, arguments.per_device_train_batch_size) == (2e-3, 16)
+        config = tiny_config("xpos")
+        assert (config.num_hidden_layers, config.hidden_size, config.num_attention_heads) == (4, 96, 4)
+        assert (config.intermediate_size, config.training_length, config.xpos_scale_base) == (384, 128, 64)
+        assert (config.t5_max_distance, config.t5_scaled, config.vocab_size) == (32, True, 257)
+
+    @pytest.mark.parametrize("name", ["fine-tune", "small", "tiny"])
+    def test_the_optimiser_is_the_paper_s(self, name: str) -> None:
+        told, paper = load_recipe(name).training, lex_optimizer()
+        shared = [each for each in paper if each.startswith("adam_")] + ["weight_decay", "max_grad_norm"]
+        assert len(shared) == 5
+        assert {each: told[each] for each in shared} == {each: paper[each] for each in shared}
+
+    @pytest.mark.parametrize(
+        ("name", "steps", "warmup"),
+        [
+            ("tiny", 1500, 100),
+            ("tiny", 1000, 66),
+            ("tiny", 3, 0),
+            ("gpt-medium", 50_000, 20_000),
+            ("small", 3000, 300),
+        ],
+    )
+    def test_the_warm_up_keeps_its_share(self, name: str, steps: int, warmup: int) -> None:
+        assert load_recipe(name).warmup_steps(steps) == warmup
 
 
 class TestFiles:
@@ -80,16 +105,16 @@ class TestFiles:
             ("training: {learning_rat: 3}", r"training has no field 'learning_rat'.*'learning_rate'"),
             ("data: {lenght: 3}", r"data has no field 'lenght'.*'length'"),
             ("data: {qqqq: 3}", r"data has no field 'qqqq'; there are: tokenizer, length"),
-            ("training: {output_dir: x}", r"output_dir is no part of a recipe; use --output"),
+            ("training: {output_dir: x}", r"output_dir does not belong in a recipe; use --output"),
             ("training: {gradient_accumulation_steps: 2}", r"use examples_per_step of data"),
             ("training: {max_steps: 2.5}", r"training.max_steps = 2.5 is float; it must be int"),
             ("training: {bf16: 1}", r"training.bf16 = 1 is int; it must be bool"),
             ("data: {streaming: yes}", r"data.streaming = 'yes' is str; it must be bool"),
             ("model: [1]", r"the section 'model' must hold fields"),
             ("- model", r"a recipe has the sections model, training, data; this is list"),
-            ("model: {hidden_size: 3", r"no YAML"),
-            ("model: {hidden_size: 3, hidden_size: 4}", r"'hidden_size' stands twice"),
-            ("model: !!python/object/apply:os.getcwd []", r"no YAML"),
+            ("model: {hidden_size: 3", r"invalid YAML"),
+            ("model: {hidden_size: 3, hidden_size: 4}", r"duplicate key 'hidden_size'"),
+            ("model: !!python/object/apply:os.getcwd []", r"invalid YAML"),
         ],
     )
     def test_bad_ones(self, tmp_path: Path, text: str, message: str) -> None:
@@ -101,9 +126,9 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("content", "message"),
         [
-            (b"model: {\xff\xfe}", "is no recipe: it is not UTF-8 text \\(byte 8\\)"),
-            (b"a: " + b"[" * 100_000 + b"]" * 100_000, "no YAML: maximum recursion"),
-            (b"training: {max_steps: " + b"9" * 5000 + b"}", "no YAML: .*digits"),
+            (b"model: {\xff\xfe}", "is not a recipe: it is not UTF-8 text \\(byte 8\\)"),
+            (b"a: " + b"[" * 100_000 + b"]" * 100_000, "invalid YAML: maximum recursion"),
+            (b"training: {max_steps: " + b"9" * 5000 + b"}", "invalid YAML: .*digits"),
             (b"training: {max_steps: " + b"9" * 30 + b"}", "training.max_steps = 9+ is too large a number"),
             (b"1: {}", "no section 1"),
             (b"data: {length: 0}", "data.length = 0: it must be at least 2"),
@@ -118,7 +143,7 @@ class TestFiles:
 
     def test_a_folder_is_none(self, tmp_path: Path) -> None:
         (tmp_path / "mine.yaml").mkdir()
-        with pytest.raises(ValueError, match=r"mine\.yaml is no recipe"):
+        with pytest.raises(ValueError, match=r"mine\.yaml is not a recipe"):
             load_recipe(tmp_path / "mine.yaml")
 
     def test_numbers_and_words(self, tmp_path: Path) -> None:
@@ -130,7 +155,7 @@ class TestFiles:
     def test_what_is_no_recipe(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"no recipe 'gpt-medum'. Did you mean 'gpt-medium'"):
             load_recipe("gpt-medum")
-        with pytest.raises(ValueError, match=r"is no recipe.* put a recipe in front: lex-hf train tiny"):
+        with pytest.raises(ValueError, match=r"is not a recipe.* name a recipe first: lex-hf train tiny"):
             load_recipe(tmp_path)
 
     def test_empty(self, tmp_path: Path) -> None:
@@ -309,7 +334,7 @@ class TestEstimate:
             recipe.estimate(recipe.config(), devices)
 
     def test_no_memory_is_taken(self) -> None:
-        recipe = load_recipe("gpt-medium").override(["num_hidden_layers=400", "hidden_size=8192"])
+        recipe = load_recipe("gpt-medium").override(["hidden_size=65536"])
         assert recipe.estimate(recipe.config(), 1).memory.weights > 2**38
 
 

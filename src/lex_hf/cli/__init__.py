@@ -1,5 +1,15 @@
-"""The command line `lex-hf`: it parses, calls one function of the package, and prints."""
+"""The command line `lex-hf`: its commands parse, call one function of the package, and print."""
 
 from lex_hf.lazy import exports
 
-__getattr__, __dir__ = exports(__name__, {"app": "app", "main": "app"})
+__getattr__, __dir__ = exports(__name__, {"app": "commands"})
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C ends it without a traceback, also while its libraries are being imported."""
+    try:
+        from lex_hf.cli.commands import app
+
+        app()
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None

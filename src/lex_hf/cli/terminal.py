@@ -1,4 +1,4 @@
-"""What a command prints: texts as they are, and errors as a sentence."""
+"""Output on a terminal: any text can be printed, and errors are sentences."""
 
 import contextlib
 import os
@@ -7,23 +7,16 @@ from collections.abc import Iterator
 from io import TextIOWrapper
 from typing import NoReturn
 
-import torch
 import typer
-from huggingface_hub.errors import StrictDataclassError
-from rich.console import Console
-from safetensors import SafetensorError
 
-_ERRORS = (ValueError, OSError, ImportError, MemoryError, OverflowError, RecursionError, SafetensorError)
+from lex_hf.reproduce.console import plain_console
+
+_ERRORS = (ValueError, OSError, ImportError)
 _NO_MEMORY = ("not enough memory", "can't allocate memory")  # of torch on the CPU, which has no class for it
 
 
-def plain_console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """A console that prints texts as they are: `[red]` and `:smile:` in a path are part of its name."""
-    return Console(stderr=stderr, quiet=quiet, markup=False, emoji=False, highlight=False)
-
-
 def write_any_text() -> None:
-    """Write what an encoding does not have, as parts of file names, in escapes, where it would be an error."""
+    """Print characters that an encoding lacks, e.g. in file names, as escapes instead of failing."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -31,26 +24,23 @@ def write_any_text() -> None:
 
 @contextlib.contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Print what the user can do something about as a sentence, and end the command; all else is a traceback."""
+    """Print errors that a user can act on as a sentence and end the command; all others are tracebacks."""
     try:
         yield
         if sys.stdout is not None:
             sys.stdout.flush()  # now, while an error can still be explained
     except (typer.Exit, typer.Abort):
         raise
-    except KeyboardInterrupt as interruption:  # of a training that was stopped: it says how to go on
+    except KeyboardInterrupt as interruption:  # of a training that was stopped: it says how to resume
         fail(str(interruption) or "Interrupted.", 130)
-    except BrokenPipeError as error:  # nobody reads on, as after `| head`
+    except BrokenPipeError as error:  # the reader has closed, as after `| head`
         _write_no_more()
         raise typer.Exit(1) from error
-    except StrictDataclassError as error:
-        fail(f"Error: {error.__cause__ or error}", 1)
-    except _ERRORS as error:
-        fail(f"Error: {_sentence(error)}", 1)
-    except RuntimeError as error:
-        if not (isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY)):
+    except Exception as error:
+        sentence = _sentence(error)
+        if sentence is None:
             raise
-        fail(f"Error: {_no_memory(error)}", 1)
+        fail(f"Error: {sentence}", 1)
 
 
 def fail(message: str, code: int) -> NoReturn:
@@ -61,7 +51,8 @@ def fail(message: str, code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
-def _sentence(error: BaseException) -> str:
+def _sentence(error: Exception) -> str | None:
+    """Return what to say of an error; `None` if it is a fault of the program."""
     if isinstance(error, MemoryError):
         return _no_memory(error)
     if isinstance(error, RecursionError):
@@ -70,11 +61,30 @@ def _sentence(error: BaseException) -> str:
         return f"A number is too large ({error})."
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"{error}. Install the package it belongs to: pip install {error.name.partition('.')[0]}"
-    return str(error) or type(error).__name__
+    if isinstance(error, _ERRORS):
+        return str(error) or type(error).__name__
+    return _sentence_of_library(error)
+
+
+def _sentence_of_library(error: Exception) -> str | None:
+    """Return what to say of an error of a class that a library defines, which is imported only now."""
+    from huggingface_hub.errors import StrictDataclassError
+    from safetensors import SafetensorError
+
+    if isinstance(error, StrictDataclassError):
+        return str(error.__cause__ or error)
+    if isinstance(error, SafetensorError):
+        return str(error)
+    if isinstance(error, RuntimeError):
+        from torch import OutOfMemoryError
+
+        if isinstance(error, OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY):
+            return _no_memory(error)
+    return None
 
 
 def _no_memory(error: BaseException) -> str:
-    return f"The memory does not suffice ({error}). Choose smaller batches, shorter texts or a smaller model."
+    return f"Not enough memory ({error}). Choose smaller batches, shorter texts or a smaller model."
 
 
 def _write_no_more_if_full() -> None:

@@ -1,4 +1,4 @@
-"""Models that begin with the weights of others: GPT-2 here, the official checkpoints in `torchscale.py`."""
+"""Warm start from GPT-2: a LEX model with its weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, GPT2LMHeadModel, PreTrainedModel
 
-from lex_hf.evaluation.loading import explained, load_whole
+from lex_hf.errors import explained
+from lex_hf.evaluation.loading import load_whole
 from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.model.modeling_lex import LexForCausalLM
 
@@ -18,8 +19,8 @@ _REQUIRED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": Fals
 def from_gpt2(model: PreTrainedModel | str | Path, **config_fields: Any) -> LexForCausalLM:
     """Build a LEX model from GPT-2 weights: the same architecture but for the positions.
 
-    GPT-2's learned positions have no place in a model with other positions and are dropped, so the new model has to be
-    trained before it is of use. With `position_embedding_type="learned", attention_pattern="full"` they are kept, and
+    GPT-2's learned positions have no place in a model with other positions and are dropped, so the new model must be
+    trained before it is useful. With `position_embedding_type="learned", attention_pattern="full"` they are kept, and
     the model computes what GPT-2 does.
 
     Args:
@@ -31,8 +32,8 @@ def from_gpt2(model: PreTrainedModel | str | Path, **config_fields: Any) -> LexF
         The model in evaluation mode, with weights of its own in the dtype of GPT-2's.
 
     Raises:
-        ValueError: If there is no such model, it cannot be read, lacks weights, is no GPT-2, computes what LEX does
-            not, or contradicts `config_fields`; the message says which.
+        ValueError: If there is no such model, it cannot be read, lacks weights, is not a GPT-2, computes something
+            that LEX does not, or contradicts `config_fields`; the message says which.
 
     Example:
         >>> model = from_gpt2("openai-community/gpt2", position_embedding_type="rope")  # doctest: +SKIP
@@ -56,20 +57,14 @@ def _load(path: str | Path) -> PreTrainedModel:
 
 
 def _config(gpt2: PreTrainedModel, fields: Mapping[str, Any]) -> LexConfig:
+    """Make the configuration: GPT-2's, with these fields; refuse what LEX does not compute, and contradictions."""
     theirs = gpt2.config
     wrong = [
         f"{name} = {getattr(theirs, name)}" for name, value in _REQUIRED.items() if getattr(theirs, name) != value
     ]
     if wrong:
         raise ValueError(f"LEX does not compute what this GPT-2 does: {', '.join(wrong)}.")
-    sizes: dict[str, Any] = {
-        "vocab_size": theirs.vocab_size,
-        "hidden_size": theirs.n_embd,
-        "num_hidden_layers": theirs.n_layer,
-        "num_attention_heads": theirs.n_head,
-        "intermediate_size": theirs.n_inner or 4 * theirs.n_embd,
-        "tie_word_embeddings": theirs.tie_word_embeddings,
-    }
+    sizes = _sizes(theirs)
     wrong = [
         f"{name} = {fields[name]!r}, GPT-2 has {sizes[name]!r}"
         for name in sizes
@@ -80,7 +75,25 @@ def _config(gpt2: PreTrainedModel, fields: Mapping[str, Any]) -> LexConfig:
     length = fields.get("training_length", theirs.n_positions)
     if fields.get("position_embedding_type") == "learned" and length > theirs.n_positions:
         raise ValueError(f"training_length = {length}: learned positions end at GPT-2's {theirs.n_positions}.")
-    ours: dict[str, Any] = {
+    lengths = {"training_length": length, "xpos_scale_base": length / 2}
+    return LexConfig(**{**sizes, **_computation(theirs), **lengths, **fields})
+
+
+def _sizes(theirs: Any) -> dict[str, Any]:
+    """Return the fields that the weights decide."""
+    return {
+        "vocab_size": theirs.vocab_size,
+        "hidden_size": theirs.n_embd,
+        "num_hidden_layers": theirs.n_layer,
+        "num_attention_heads": theirs.n_head,
+        "intermediate_size": theirs.n_inner or 4 * theirs.n_embd,
+        "tie_word_embeddings": theirs.tie_word_embeddings,
+    }
+
+
+def _computation(theirs: Any) -> dict[str, Any]:
+    """Return the fields that LEX names otherwise, or takes over."""
+    return {
         "hidden_act": theirs.activation_function,
         "layer_norm_eps": theirs.layer_norm_epsilon,
         "initializer_range": theirs.initializer_range,
@@ -89,14 +102,11 @@ def _config(gpt2: PreTrainedModel, fields: Mapping[str, Any]) -> LexConfig:
         "bos_token_id": theirs.bos_token_id,
         "eos_token_id": theirs.eos_token_id,
         "pad_token_id": theirs.pad_token_id,
-        "training_length": length,
-        "xpos_scale_base": length / 2,
     }
-    return LexConfig(**{**sizes, **ours, **fields})
 
 
 def _weights(theirs: Mapping[str, torch.Tensor], config: LexConfig) -> dict[str, torch.Tensor]:
-    """Rename and cut; GPT-2 stores the matrices of its layers with the inputs in front, and q, k, v in one."""
+    """Rename, transpose and split: GPT-2 stores its matrices as `(inputs, outputs)`, and q, k, v in one."""
     ours = {
         "model.embed_tokens.weight": theirs["transformer.wte.weight"],
         "lm_head.weight": theirs["lm_head.weight"],

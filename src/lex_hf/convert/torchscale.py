@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from lex_hf.evaluation.loading import explained
+from lex_hf.errors import explained
 from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.model.modeling_lex import LexForCausalLM
 
@@ -27,7 +27,7 @@ _NAMES = {
 }
 # The xPos buffer, one for the decoder or one for each layer: it holds ζ, which the config defines.
 _SCALE = re.compile(r"(self_attn_xpos|layers\.\d+\.self_attn\.xpos)\.scale")
-_VERSION = re.compile(r"(version|.*\._float_tensor)")  # what fairseq leaves in its checkpoints
+_VERSION = re.compile(r"(version|.*\._float_tensor)")  # left by fairseq in its checkpoints
 # Parts that a torchscale decoder may have and LEX does not.
 _FOREIGN = {
     r"\.inner_attn_ln\.|\.ffn_layernorm\.": "sub-LayerNorm (subln=True)",
@@ -43,7 +43,7 @@ _FOREIGN = {
 def from_torchscale(state_dict: Mapping[str, torch.Tensor] | str | Path, **config_fields: Any) -> LexForCausalLM:
     """Build a LEX model from an official checkpoint.
 
-    Sizes are read from the tensors; whatever they do not tell (`num_attention_heads`, unless the xPos buffer does,
+    Sizes are read from the tensors; all else (`num_attention_heads`, unless the xPos buffer does,
     `training_length`, which torchscale calls block_size, `hidden_act`, token ids) is a field of `LexConfig`.
 
     Args:
@@ -146,7 +146,7 @@ def _config(weights: Mapping[str, torch.Tensor], scales: list[torch.Tensor], fie
 
 
 def _check_scale(config: LexConfig, scales: list[torch.Tensor]) -> None:
-    """The buffer tells γ: refuse a config that would give another ζ."""
+    """Refuse a config that would give another ζ than the buffer, which depends on γ."""
     pairs = torch.arange(config.head_dim // 2) * 2 / config.head_dim
     zeta = (pairs + config.xpos_gamma) / (1 + config.xpos_gamma)
     for scale in scales:
@@ -176,5 +176,5 @@ def _load_weights(model: LexForCausalLM, weights: dict[str, torch.Tensor]) -> No
         raise ValueError("Tensors of the checkpoint have the wrong shape: " + "; ".join(shapes[:3]) + ".")
     strange = [f"{name}: {tensor.dtype}" for name, tensor in weights.items() if not tensor.is_floating_point()]
     if strange:
-        raise ValueError("Tensors of the checkpoint are no floating-point numbers: " + "; ".join(strange[:3]) + ".")
+        raise ValueError("Tensors of the checkpoint are not floating-point numbers: " + "; ".join(strange[:3]) + ".")
     model.load_state_dict(weights)

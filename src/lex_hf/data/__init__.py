@@ -5,11 +5,11 @@ from lex_hf.lazy import exports
 __getattr__, __dir__ = exports(
     __name__,
     {
-        "Packer": "documents",
+        "Packer": "packing",
         "load_documents": "documents",
-        "pack": "documents",
+        "pack": "packing",
         "stream_documents": "documents",
-        "tokenize": "documents",
-        "tokenize_documents": "documents",
+        "tokenize": "tokenizing",
+        "tokenize_documents": "tokenizing",
     },
 )

@@ -1,9 +1,8 @@
-"""Packed examples of a corpus that is larger than memory, made while they are asked for; resumable to the example."""
+"""Packed examples of a corpus that is larger than memory, made as they are needed; resumable to the example."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +13,24 @@ from numpy.typing import NDArray
 from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from lex_hf.data.documents import FOLDER_SUFFIXES, Packer, tokenize_in_pieces, too_few_tokens
+from lex_hf.data.documents import FOLDER_SUFFIXES
+from lex_hf.data.packing import Packer, too_few_tokens
+from lex_hf.data.tokenizing import tokenize_in_pieces
+from lex_hf.records import content_hash
 
-_CHARACTERS_AT_ONCE = 1_000_000  # what is read together
+_CHARACTERS_AT_ONCE = 1_000_000  # read together
 _Pieces = list[tuple[NDArray[np.int32], bool]]
 
 
 @dataclass(frozen=True)
 class _Mark:
-    """The beginning of a block of examples, with all that is needed to make the block again.
+    """The beginning of a block of examples, and the state that is needed to make the block again.
 
     Attributes:
-        examples: Examples in front of the block.
-        block: Blocks in front of it.
-        source: Where the documents go on; empty means at the first.
-        tokens: What is left of the documents before.
+        examples: Examples before the block.
+        block: Blocks before it.
+        source: Position of the next document; empty means the first.
+        tokens: Tokens left over from the documents before.
         starts: Which of those tokens begin a document.
         digest: Hash of the examples of the block; `None` if they were not made yet.
     """
@@ -44,10 +46,10 @@ class _Mark:
 class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
     """Endless examples for a training: the documents are read again and again, and packed as by [`pack`].
 
-    Examples are shuffled within blocks of `shuffle_buffer`, by the seed and the number of the block. So the place of
-    an example is a few numbers, and a stream goes on from any place without reading what lies before: whoever takes
-    examples says so with `consume`, and `state_dict` tells the place of the first that was not consumed, also if more
-    were read ahead.
+    Examples are shuffled within blocks of `shuffle_buffer`, by the seed and the number of the block. So the position
+    of an example is a few numbers, and a stream resumes at any position without reading the documents before it: the
+    caller reports examples with `consume`, and `state_dict` returns the position of the first that was not consumed,
+    even if more were read ahead.
 
     Args:
         documents: As `stream_documents` returns them; they belong to this stream from now on.
@@ -57,7 +59,7 @@ class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
         shuffle_buffer: Examples that are shuffled together, and held in memory; 1 keeps the order of the documents.
         seed: Seed of the shuffling.
         sources: Where the documents come from, as given to `stream_documents`: names and sizes are compared when a
-            training is resumed, beside the examples around the place where it goes on.
+            training is resumed, besides the examples around the position where it resumes.
 
     Raises:
         ValueError: If a number is too small or the tokenizer has no `eos_token`; when it is read, if all documents
@@ -109,31 +111,31 @@ class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
             self._marks.append(mark)
 
     def consume(self, count: int) -> None:
-        """Take note that `count` examples more are done with."""
+        """Note that `count` more examples were used."""
         self.consumed += count
         while len(self._marks) > 1 and self._marks[1].examples <= self.consumed:
             self._marks.popleft()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place of the first example that was not consumed, as JSON can hold it."""
+        """Return the position of the first example that was not consumed, as JSON can hold it."""
         return {"consumed": self.consumed, "mark": vars(self._marks[0]), "settings": self.settings}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a place that `state_dict` told.
+        """Resume at a position that `state_dict` returned.
 
         Raises:
             ValueError: If that stream had other settings or other texts: its examples were not the same.
         """
         changed = [f"{name} = {was!r}, not {now!r}" for name, (was, now) in self.differences(state).items()]
         if changed:
-            raise ValueError(f"The stream to go on with had {'; '.join(changed)}.")
+            raise ValueError(f"The stream to resume had {'; '.join(changed)}.")
         self.go_to(state)
 
     def differences(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-        """Compare with the stream whose place `state_dict` told; the examples there are made again.
+        """Compare with the stream of a `state_dict`; the examples at its position are made again.
 
         Returns:
-            What differs by name, `(was, now)`: settings or, if they are the same, `texts`.
+            Differences by name, `(was, now)`: settings or, if they are the same, `texts`.
         """
         settings = {name: value for name, value in self.settings.items() if name in state["settings"]}
         found = {
@@ -149,19 +151,19 @@ class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
         return {} if digest == mark.digest else {"texts": (f"{where}, {mark.digest}", f"{where}, {digest}")}
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Go on from a place that `state_dict` told, of a stream that is the same."""
+        """Resume at a position that `state_dict` returned, of a stream that is the same."""
         self.consumed = state["consumed"]
         self._marks = deque([_Mark(**state["mark"])])
 
     def _from(self, mark: _Mark) -> Iterator[Iterator[_Pieces]]:
-        """Yield tokenised documents from a place on, with the packer as it was there."""
+        """Yield tokenised documents from a position on, with the packer as it was there."""
         self.packer.resume(mark.tokens, mark.starts)
         return self._batches(mark.source)
 
     def _digest_at(self, mark: _Mark) -> str:
         try:
             return _digest(self._block(self._from(mark), mark.block))
-        except (LookupError, TypeError):  # a place that is not there: other files, or fewer of them
+        except (LookupError, TypeError):  # a missing position: other files, or fewer of them
             return "which these texts do not have"
 
     def _mark(self, examples: int, block: int) -> _Mark:
@@ -181,9 +183,9 @@ class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
         return {name: [rows[index] for index in order] for name, rows in block.items()}
 
     def _batches(self, source: dict[str, Any]) -> Iterator[Iterator[_Pieces]]:
-        """Yield tokenised documents, some at a time, from a place on and then from the first on, for ever.
+        """Yield tokenised documents, some at a time, from a position on and then from the first on, for ever.
 
-        What is yielded must be read to its end before the next.
+        Each iterator must be exhausted before the next.
         """
         is_whole = not source
         while True:
@@ -199,7 +201,7 @@ class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
 
 
 def _batched(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Put texts together until they have enough characters; no text is read before it is needed."""
+    """Collect texts until they have enough characters; no text is read before it is needed."""
     batch: list[str] = []
     characters = 0
     for text in texts:
@@ -213,15 +215,11 @@ def _batched(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _digest(block: Mapping[str, Iterable[NDArray[np.int32]]]) -> str:
-    digest = blake2b(digest_size=8)
-    for rows in block.values():
-        for row in rows:
-            digest.update(row.tobytes())
-    return digest.hexdigest()
+    return content_hash(row.tobytes() for rows in block.values() for row in rows)
 
 
 def _describe(source: str | Path) -> str:
-    """Name and size of a file or folder, wherever it lies; of a dataset of the Hub its name."""
+    """Return name and size of a file or folder, without its path, or the name of a dataset of the Hub."""
     path = Path(source)
     if path.is_dir():
         sizes = [each.stat().st_size for each in path.rglob("*") if each.name.endswith(FOLDER_SUFFIXES)]

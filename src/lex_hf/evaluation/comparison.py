@@ -1,39 +1,36 @@
-"""Statistics of measurements: bootstrap intervals, and paired comparison of two systems.
+"""Paired comparison of two systems.
 
-Two systems are measured on the same texts, or trained with the same seeds; what counts is their difference in each
-pair, tested with the paired two-sided t-test (Sandwich paper, Table 3).
+Two systems are measured on the same texts, or trained with the same seeds; their differences in each pair are tested
+with the paired two-sided t-test (Sandwich paper, Table 3).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from scipy import stats
 
-if TYPE_CHECKING:
-    from lex_hf.evaluation.perplexity import PerplexityResult
+from lex_hf.evaluation.results import PerplexityResult
+from lex_hf.evaluation.statistics import bootstrap_interval
 
-CONFIDENCE_LEVEL = 0.95
 SIGNIFICANCE_LEVEL = 0.05
-_RESAMPLES = 9999
-_DRAWN_AT_ONCE = 2**22  # numbers, so that memory does not grow with the number of texts
 
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """How two systems, A and B, differ over pairs of measurements of which lower is better.
+    """Difference of two systems, A and B, over pairs of measurements of which lower is better.
 
     Attributes:
         mean_a: Mean of A's measurements; for results, of the mean NLL of each text in nats per token.
         mean_b: Mean of B's.
-        difference: `mean_a` - `mean_b`: below zero if A is better.
+        difference: `mean_a` - `mean_b`; negative if A is better.
         confidence_interval: Lower and upper end of an interval for the difference, at the level
-            `CONFIDENCE_LEVEL`, from a bootstrap over the pairs.
-        p_value: Of the paired two-sided t-test. If all differences are equal the test is at its limit: 1 if they
+            `CONFIDENCE_LEVEL` of `statistics`, from a bootstrap over the pairs.
+        p_value: p-value of the paired two-sided t-test. If all differences are equal, it is the limit: 1 if they
             are zero, else 0.
         n: Number of pairs.
-        perplexity_ratio: Perplexity of A by that of B over all tokens; `None` where plain numbers were compared.
+        perplexity_ratio: Perplexity of A divided by that of B, over all tokens; `None` if plain numbers were compared.
         verdict: `"A is better"`, `"B is better"` or `"no significant difference"`, at `SIGNIFICANCE_LEVEL`.
     """
 
@@ -51,7 +48,7 @@ class PairedComparison:
         return asdict(self)
 
 
-def compare(result_a: "PerplexityResult", result_b: "PerplexityResult") -> PairedComparison:
+def compare(result_a: PerplexityResult, result_b: PerplexityResult) -> PairedComparison:
     """Compare two perplexity results over the same texts, paired by text.
 
     Every text counts once, however long it is; the ratio of perplexities is over all tokens.
@@ -68,7 +65,7 @@ def compare(result_a: "PerplexityResult", result_b: "PerplexityResult") -> Paire
     """
     a, b = result_a.documents, result_b.documents
     if len(a) != len(b):
-        raise ValueError(f"The results are over {len(a)} and {len(b)} texts; they must be over the same ones.")
+        raise ValueError(f"The results are over {len(a)} and {len(b)} texts; they must be over the same texts.")
     for index, (one, other) in enumerate(zip(a, b, strict=True)):
         if one.text != other.text:
             raise ValueError(
@@ -78,23 +75,23 @@ def compare(result_a: "PerplexityResult", result_b: "PerplexityResult") -> Paire
         if one.tokens != other.tokens:
             raise ValueError(
                 f"Text {index} (counted from 0) has {one.tokens} scored tokens in one result and {other.tokens} in "
-                "the other, so losses per token do not compare: tokenizers or protocols differ. Between tokenizers, "
-                "look at bits_per_byte."
+                "the other, so losses per token cannot be compared: tokenizers or protocols differ. Between "
+                "tokenizers, compare bits_per_byte."
             )
     means = [[each.nll / each.tokens for each in documents] for documents in (a, b)]
-    with np.errstate(over="ignore"):  # infinite, as a perplexity may be
+    with np.errstate(over="ignore"):  # the ratio may be infinite
         return _compare(*means, ratio=float(np.exp(result_a.nll - result_b.nll)))
 
 
 def compare_values(a: Sequence[float], b: Sequence[float]) -> PairedComparison:
-    """Compare two sequences of measurements of which lower is better, as perplexities paired by seed.
+    """Compare two sequences of measurements of which lower is better, e.g. perplexities paired by seed.
 
     Args:
         a: Measurements of system A.
-        b: Those of system B, in the same order.
+        b: Measurements of system B, in the same order.
 
     Raises:
-        ValueError: If there are not as many, fewer than 2, or one is not finite.
+        ValueError: If their numbers differ, there are fewer than 2, or one is not finite.
     """
     if len(a) != len(b):
         raise ValueError(f"There are {len(a)} measurements of A and {len(b)} of B; they must come in pairs.")
@@ -118,7 +115,7 @@ def _compare(a: Sequence[float], b: Sequence[float], *, ratio: float | None) -> 
     check_pairs(len(a))
     one, other = np.asarray(a, dtype=np.float64), np.asarray(b, dtype=np.float64)
     if not (np.isfinite(one).all() and np.isfinite(other).all()):
-        raise ValueError("Not all measurements are finite numbers; look for what went wrong where they were made.")
+        raise ValueError("Not all measurements are finite numbers; check the run that made them.")
     differences = one - other
     difference, p_value = float(differences.mean()), _p_value(one, other)
     return PairedComparison(
@@ -136,7 +133,7 @@ def _compare(a: Sequence[float], b: Sequence[float], *, ratio: float | None) -> 
 def _p_value(a: Any, b: Any) -> float:
     differences = a - b
     rounding = 1e-14 * max(np.abs(a).max(), np.abs(b).max())
-    if np.ptp(differences) <= rounding:  # the t statistic would be divided by zero, or by noise
+    if np.ptp(differences) <= rounding:  # the t statistic would divide by zero, or by noise
         return float(np.abs(differences).max() <= rounding)
     return float(stats.ttest_rel(a, b).pvalue)
 
@@ -145,27 +142,3 @@ def _verdict(difference: float, p_value: float) -> str:
     if p_value >= SIGNIFICANCE_LEVEL:
         return "no significant difference"
     return "A is better" if difference < 0 else "B is better"
-
-
-def bootstrap_interval(statistic: Callable[..., Any], *samples: Any) -> tuple[float, float]:
-    """A percentile bootstrap interval, the same at every call.
-
-    Args:
-        statistic: Function of the samples and of the `axis` that it reduces, vectorised.
-        *samples: Samples of equal size, at least 2 each; they are drawn together.
-
-    Returns:
-        Lower and upper end, at the level `CONFIDENCE_LEVEL`.
-    """
-    found = stats.bootstrap(
-        samples,
-        statistic,
-        paired=True,
-        vectorized=True,
-        n_resamples=_RESAMPLES,
-        batch=max(1, _DRAWN_AT_ONCE // len(samples[0])),
-        confidence_level=CONFIDENCE_LEVEL,
-        method="percentile",  # unlike BCa, it has a value if all texts are alike
-        rng=np.random.default_rng(0),
-    )
-    return float(found.confidence_interval.low), float(found.confidence_interval.high)

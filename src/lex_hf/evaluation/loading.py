@@ -1,13 +1,12 @@
-"""Load models for measuring and serving: with all of their weights, or not at all.
+"""Models for measuring and serving: loaded with all of their weights or not at all, and run in evaluation mode.
 
-transformers fills weights that a checkpoint lacks with random numbers and prints a table; what is measured then is
-another model.
+transformers fills weights that a checkpoint lacks with random numbers and prints a table; a measurement would then be
+one of another model.
 """
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -21,9 +20,11 @@ from transformers.utils.logging import (
     is_progress_bar_enabled,
 )
 
+from lex_hf.errors import explained
+
 logger = get_logger(__name__)
 
-# What decides where files come from must hold for the tokenizer as it does for the model.
+# Options that choose the source of files apply to the tokenizer as they do to the model.
 _HUB_OPTIONS = ("cache_dir", "local_files_only", "revision", "token")
 _NAMES_SHOWN = 3
 
@@ -40,11 +41,11 @@ def load_for_evaluation(
 
     Args:
         model_id: Folder or Hub id that holds both.
-        device: Where to put the model; `None` means a CUDA device if there is one, else the CPU. `"gpu"` is
-            another word for `"cuda"`.
+        device: Device of the model; `None` means a CUDA device if there is one, else the CPU. `"gpu"` is another
+            word for `"cuda"`.
         dtype: Dtype of the weights, or its name; `None` keeps that of the checkpoint.
         trust_remote_code: Whether code that comes with the model may run.
-        **model_kwargs: Passed to `AutoModelForCausalLM.from_pretrained`, as `attention_pattern="full"`.
+        **model_kwargs: Passed to `AutoModelForCausalLM.from_pretrained`, e.g. `attention_pattern="full"`.
 
     Returns:
         The model, in evaluation mode, and the tokenizer.
@@ -57,7 +58,7 @@ def load_for_evaluation(
     join_processes(placement)
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not (dtype in (None, "auto") or isinstance(named, torch.dtype)):
-        raise ValueError(f"dtype = {dtype!r}: it must be a dtype of torch, for example 'float32' or 'bfloat16'.")
+        raise ValueError(f"dtype = {dtype!r}: it must be a dtype of torch, e.g. 'float32' or 'bfloat16'.")
     tokenizer = _load_tokenizer(model_id, trust_remote_code, model_kwargs)
     model = load_whole(
         AutoModelForCausalLM, model_id, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
@@ -89,7 +90,7 @@ def load_whole(model_class: Any, model_id: str, **options: Any) -> PreTrainedMod
             LEX model also if there are weights that it does not have. The message names some of them.
     """
     with explained(model_id, "a causal language model (config.json, model.safetensors or its shards)"), _no_table():
-        # Otherwise the shapes would be in the table only.
+        # Without ignore_mismatched_sizes, the shapes would be in the table only.
         model, found = model_class.from_pretrained(
             model_id, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
@@ -99,7 +100,7 @@ def load_whole(model_class: Any, model_id: str, **options: Any) -> PreTrainedMod
 
 
 def check_model(model_id: str, *, trust_remote_code: bool = False, **model_kwargs: Any) -> None:
-    """Check that [`load_for_evaluation`] would load a model and its tokenizer, which takes neither time nor memory.
+    """Check that [`load_for_evaluation`] would load a model and its tokenizer, without reading its weights.
 
     Args:
         model_id: As of [`load_for_evaluation`].
@@ -114,7 +115,7 @@ def check_model(model_id: str, *, trust_remote_code: bool = False, **model_kwarg
 
 
 def check_checkpoint(model_class: Any, model_id: str, **options: Any) -> None:
-    """Check what [`load_whole`] checks, by the names and shapes of the weights alone: in no time and no memory.
+    """Check a checkpoint as [`load_whole`] does, by the names and shapes of the weights, without reading them.
 
     Args:
         model_class: A model class or an Auto class of transformers.
@@ -134,9 +135,9 @@ def check_checkpoint(model_class: Any, model_id: str, **options: Any) -> None:
 
 
 def join_processes(device: torch.device) -> None:
-    """Take this process's place among those of a launcher, if there is one; "cuda" is then a GPU of its own."""
-    # Told nothing, accelerate overlooks processes without accelerators. It asks for the device once and for all, so a
-    # process by itself is left as it is.
+    """Join the processes of a launcher, if there is one; "cuda" is then a GPU of this process alone."""
+    # By default, accelerate overlooks processes without accelerators. It fixes the device once and for all, so a
+    # single process is left as it is.
     several = get_cpu_distributed_information().world_size > 1
     PartialState(cpu=several and device.type == "cpu")
 
@@ -163,7 +164,7 @@ def _check_names(model: PreTrainedModel, model_id: str, missing: Collection[str]
     if unexpected and model.config.model_type == "lex":
         raise ValueError(
             f"{model_id!r} does not agree with its config.json: {others}. Restore the config.json that belongs to the "
-            "weights, or save the model again as what it is to be used as."
+            "weights, or save the model again with the class it is used with."
         )
     if unexpected:
         logger.warning("%s: %s; they are not used.", model_id, others)
@@ -175,27 +176,20 @@ def _some(names: list[str]) -> str:
 
 
 @contextmanager
-def explained(model_id: str, wanted: str) -> Iterator[None]:
-    """Say what was looked for when a folder or a Hub repository does not hold it."""
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Put every module into evaluation mode, and those that were training back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
     try:
         yield
-    except Exception as error:  # damaged files make the libraries raise anything, tokenizers bare Exceptions
-        raise ValueError(f"{model_id!r} was searched for {wanted}, without success: {plain(error)}") from error
-
-
-def plain(error: BaseException) -> str:
-    """What an error of a library says, in one line."""
-    if isinstance(error, UnpicklingError):  # torch recommends to let the pickle run its code
-        return (
-            "a file is neither safetensors nor what torch.save makes of tensors alone. Other pickles are not loaded, "
-            "because they can run code: save the weights as safetensors"
-        )
-    return " ".join(str(error).split()) or type(error).__name__
+    finally:
+        for module in training:
+            module.training = True
 
 
 @contextmanager
 def _no_table() -> Iterator[None]:
-    """Keep transformers from printing its table of missing weights, where a sentence says it."""
+    """Keep transformers from printing its table of missing weights, which an error replaces."""
     report = logging.getLogger("transformers.modeling_utils")
 
     def passes(record: logging.LogRecord) -> bool:
@@ -209,7 +203,7 @@ def _no_table() -> Iterator[None]:
 
 
 def find_device(device: str | torch.device | None) -> torch.device:
-    """Return a device that models can run on.
+    """Return a device on which models can run.
 
     Args:
         device: Its name; `None` means a CUDA device if there is one, else the CPU. `"gpu"` is another word for
@@ -224,7 +218,7 @@ def find_device(device: str | torch.device | None) -> torch.device:
         placement = torch.device("cuda" if device == "gpu" else device)
         backend = torch.get_device_module(placement.type)  # "meta" has none: nothing is computed there
     except RuntimeError as error:
-        raise ValueError(f"device = {str(device)!r}: it must be a device of torch, as 'cpu' or 'cuda:1'.") from error
+        raise ValueError(f"device = {str(device)!r}: it must be a device of torch, e.g. 'cpu' or 'cuda:1'.") from error
     count = backend.device_count() if backend.is_available() else 0
     if count == 0:
         raise ValueError(f"device = {str(device)!r}: torch finds no {placement.type.upper()} device here; use 'cpu'.")

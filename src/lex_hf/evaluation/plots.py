@@ -1,13 +1,13 @@
-"""Pictures of measurements; drawn without a display, readable in print and without colour vision.
+"""Figures of measurements; drawn without a display, readable in print and without colour vision.
 
-What is infinite or not a number has no place in a picture: the rest is drawn, and the legend says what is missing.
+Infinite values and NaN cannot be drawn: the rest is, and the legend names what is missing.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -21,12 +21,8 @@ from matplotlib.patches import Patch
 from torch import Tensor
 
 from lex_hf.model.configuration_lex import ATTENTION_PATTERNS, LexConfig
-from lex_hf.model.masking_lex import visible
+from lex_hf.model.masking_lex import PATTERNS, FullPattern
 from lex_hf.records import whole_file
-
-if TYPE_CHECKING:
-    from lex_hf.evaluation.receptive_field import ReceptiveField
-    from lex_hf.evaluation.resolution import Resolution
 
 # Okabe and Ito's palette, which stays apart for colour-blind readers; markers and dashes for black and white.
 STYLES: tuple[dict[str, Any], ...] = (
@@ -37,8 +33,53 @@ STYLES: tuple[dict[str, Any], ...] = (
     {"color": "#E69F00", "marker": "v", "linestyle": (0, (5, 1, 1, 1, 1, 1))},
     {"color": "#56B4E9", "marker": "P", "linestyle": (0, (8, 2))},
 )
-# A scale for ordered values that grows evenly in brightness, and so does in print.
+# A scale for ordered values whose brightness rises evenly, also in print.
 _ORDERED = "cividis"
+
+
+class LayerResolutions(Protocol):
+    """The part of a result of `measure_resolution` that compares systems."""
+
+    @property
+    def by_layer(self) -> Sequence[float]:
+        """R of each layer."""
+
+    @property
+    def mean(self) -> float:
+        """Mean of `by_layer`."""
+
+
+class LayerCurves(LayerResolutions, Protocol):
+    """The part of a result of `measure_resolution` that shows one system."""
+
+    @property
+    def curves(self) -> Sequence[Tensor]:
+        """Scores of each layer at distance 0, 1, …, shape `(distances,)`."""
+
+    @property
+    def length(self) -> int:
+        """Length of the texts in tokens."""
+
+
+class CumulativeGradient(Protocol):
+    """The part of a result of `receptive_field` that is drawn."""
+
+    @property
+    def cumulative(self) -> Tensor:
+        """Shares of the newest 1, 2, … tokens, shape `(tokens,)`."""
+
+    @property
+    def erf(self) -> int:
+        """Empirical receptive field in tokens."""
+
+    @property
+    def threshold(self) -> float:
+        """Share that `erf` exceeds."""
+
+    @property
+    def training_length(self) -> int | None:
+        """`l` in tokens, if known."""
+
 
 _Curve = TypeVar("_Curve")
 _Value = TypeVar("_Value", float, tuple[float, float])
@@ -56,7 +97,7 @@ def perplexity_by_length(
     Args:
         curves: For each system, its perplexity at each length in tokens.
         training_length: `l`, marked by a line.
-        title: What the texts are.
+        title: Title; say what the texts are.
         intervals: For some of the systems, the lower and upper end of an interval at lengths in tokens, drawn as a
             band.
     """
@@ -86,14 +127,14 @@ def perplexity_by_length(
 
 
 def _log_perplexity(axes: Axes, curves: Iterable[Mapping[int, float]]) -> None:
-    if any(map(_finite, curves)):  # without a number to show, there is no scale
+    if any(map(_finite, curves)):  # a logarithmic axis needs a number to scale to
         axes.set(yscale="log")
         axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter("{x:g}")
 
 
 def _show_lower_end(axes: Axes, curves: Iterable[Mapping[int, float]], ends: Iterable[float]) -> None:
-    """Limit the perplexities shown to where curves fall; those that rise from the start still get a quarter."""
+    """Limit the axis to the part where curves fall; if all rise from the start, show a quarter above the lowest."""
     drawn = [curve for curve in curves if curve]
     lowest = min([*ends, *(min(curve.values()) for curve in drawn)], default=1.0)
     highest = max([1.25 * lowest, *(curve[min(curve)] for curve in drawn)])
@@ -109,8 +150,8 @@ def perplexity_by_scheme(
 
     Args:
         panels: For each pattern and scheme, its perplexity at each length in tokens.
-        length: The training length, marked by a line.
-        title: What the texts are.
+        length: Training length in tokens, marked by a line.
+        title: Title; say what the texts are.
     """
     figure = _figure((11, 5.5), title)
     schemes = list(dict.fromkeys(scheme for curves in panels.values() for scheme in curves))
@@ -142,7 +183,7 @@ def perplexity_by_scheme(
 
 
 def _everywhere(panels: Mapping[str, Mapping[str, Mapping[int, float]]], scheme: str) -> dict[int, float]:
-    """Sums of a scheme's values over all panels: finite where all of them are."""
+    """Sums of a scheme's values over all panels, finite where all of them are."""
     curves = [curves[scheme] for curves in panels.values() if scheme in curves]
     return {place: sum(curve.get(place, 0.0) for curve in curves) for curve in curves for place in curve}
 
@@ -152,7 +193,7 @@ def attention_expectation(curves: Mapping[str, Tensor], *, title: str, training_
 
     Args:
         curves: For each system, s[n] at distances n = 0, 1, …, shape `(distances,)`.
-        title: What the curves are of.
+        title: Title; say what the curves are of.
         training_length: `l`, marked by a line, if given.
     """
     figure, axes = _single(title)
@@ -165,11 +206,11 @@ def attention_expectation(curves: Mapping[str, Tensor], *, title: str, training_
     return figure
 
 
-def resolution(result: "Resolution") -> Figure:
+def resolution(result: LayerCurves) -> Figure:
     """Draw the score by distance and the attention resolution of each layer of one model.
 
     Args:
-        result: What `measure_resolution` found.
+        result: A result of `measure_resolution`.
     """
     numbers = range(1, len(result.curves) + 1)
     layers = dict(zip(numbers, result.by_layer, strict=True))
@@ -188,12 +229,12 @@ def resolution(result: "Resolution") -> Figure:
     return figure
 
 
-def resolution_by_layer(results: Mapping[str, "Resolution"], *, title: str) -> Figure:
-    """Draw the attention resolution of each layer, one line for each system, as with and without BCA.
+def resolution_by_layer(results: Mapping[str, LayerResolutions], *, title: str) -> Figure:
+    """Draw the attention resolution of each layer, one line for each system, e.g. with and without BCA.
 
     Args:
-        results: For each system, what `measure_resolution` found.
-        title: What the texts are.
+        results: For each system, the result of `measure_resolution`.
+        title: Title; say what the texts are.
     """
     figure, axes = _single(title)
     for system, result, style in _styled(results):
@@ -205,12 +246,12 @@ def resolution_by_layer(results: Mapping[str, "Resolution"], *, title: str) -> F
     return figure
 
 
-def receptive_fields(fields: Mapping[str, "ReceptiveField"], *, title: str) -> Figure:
+def receptive_fields(fields: Mapping[str, CumulativeGradient], *, title: str) -> Figure:
     """Draw cumulative normalised gradients with their thresholds and ERFs (Sandwich paper, Figures 4 to 7 and 11).
 
     Args:
-        fields: For each system, what `receptive_field` found.
-        title: What the texts are.
+        fields: For each system, the result of `receptive_field`.
+        title: Title; say what the texts are.
     """
     figure, axes = _single(title)
     for system, field, style in _styled(fields):
@@ -237,15 +278,15 @@ def bias_matrices(matrices: Mapping[str, Tensor], *, title: str) -> Figure:
 
     Args:
         matrices: For each scheme, the bias of one head for queries and keys from the start of a text, shape
-            `(query, key)`, as `model.position_bias` gives it. Keys after their query are left out.
-        title: Which heads and settings they are of.
+            `(query, key)`, as `model.position_bias` returns it. Keys after their query are left out.
+        title: Title; name the heads and settings.
     """
     columns = min(4, len(matrices))
     rows = -(-len(matrices) // columns)
     figure = _figure((3.6 * columns + 0.4, 3.2 * rows + 0.4), title)
     for place, (scheme, matrix) in enumerate(matrices.items(), start=1):
         axes = figure.add_subplot(rows, columns, place)
-        seen = visible("full", None, torch.arange(matrix.shape[0]), torch.arange(matrix.shape[1]))
+        seen = FullPattern().visible(torch.arange(matrix.shape[0]), torch.arange(matrix.shape[1]))
         image = axes.imshow(matrix.cpu().masked_fill(~seen, torch.nan).numpy(), cmap=_ORDERED, interpolation="nearest")
         axes.set(xlabel="Key (position)", ylabel="Query (position)")
         axes.set_title(_printable(scheme), parse_math=False)
@@ -258,7 +299,7 @@ def bias_by_distance(biases: Mapping[str, Tensor], *, title: str, fit: bool = Fa
 
     Args:
         biases: For each scheme, the bias of one head at distances 0, 1, …, shape `(distances,)`.
-        title: Which heads and settings they are of.
+        title: Title; name the heads and settings.
         fit: Whether to draw the logarithmic curve nearest to each; see [`logarithmic_fit`].
     """
     figure, axes = _single(title)
@@ -293,18 +334,18 @@ def logarithmic_fit(bias: Tensor) -> tuple[float, float]:
 
 
 def attention_patterns(config: LexConfig, length: int) -> Figure:
-    """Draw which keys each query sees under each attention pattern (LEX paper, Figure 3).
+    """Draw the keys that each query sees under each attention pattern (LEX paper, Figure 3).
 
     Args:
-        config: Its training length, block length and window are drawn.
-        length: Number of tokens of the text; up to a hundred can be told apart.
+        config: Configuration whose training length, block length and window are drawn.
+        length: Number of tokens of the text; up to a hundred can be distinguished.
     """
     figure = _figure((10, 4), f"Which keys a query sees, training length {config.training_length}")
     block, positions = config.attention_span("blockwise") or 1, torch.arange(length)
     age = (positions[:, None] // block - positions // block).clamp(max=len(_AGES) - 1)
     for axes, pattern in zip(figure.subplots(1, len(ATTENTION_PATTERNS)), ATTENTION_PATTERNS, strict=True):
         span = config.attention_span(pattern)
-        seen = visible(pattern, span, positions, positions)
+        seen = PATTERNS[pattern](span).visible(positions, positions)
         shades = ListedColormap(list(_AGES.values()))
         shown = age.double().masked_fill(~seen, torch.nan).numpy()
         axes.imshow(shown, cmap=shades, vmin=-0.5, vmax=len(_AGES) - 0.5, interpolation="nearest")
@@ -317,13 +358,13 @@ def attention_patterns(config: LexConfig, length: int) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as PNG; the file appears under its name only when it is whole."""
+    """Write a figure as PNG; the file appears under its name only when it is complete."""
     with whole_file(path) as place, place.open("wb") as file:
         FigureCanvasAgg(figure).print_png(file)
     return path
 
 
-# From dark to light, so that they stay apart in print.
+# From dark to light, so that they differ in print.
 _AGES = {"key in the query's own block": "#0072B2", "in the block before": "#56B4E9", "further back": "#F0E442"}
 _SPANS = {"blockwise": "blocks of", "sliding": "window of"}
 _PLACES_NAMED = 3
@@ -337,12 +378,12 @@ def _styled(curves: Mapping[str, _Curve]) -> Iterator[tuple[str, _Curve, dict[st
 
 
 def _finite(values: Mapping[int, _Value]) -> dict[int, _Value]:
-    """What can be drawn: finite numbers, and pairs of them."""
+    """Values that can be drawn: finite numbers, and pairs of them."""
     return {place: value for place, value in values.items() if (np.abs(value) < _AS_GOOD_AS_INFINITE).all()}
 
 
 def _heights(values: Mapping[int, float]) -> list[float]:
-    """The values, NaN where nothing can be drawn."""
+    """The values, with NaN for those that cannot be drawn."""
     finite = _finite(values)
     return [finite.get(place, math.nan) for place in values]
 
@@ -352,9 +393,9 @@ def _points(curve: Tensor, *, first: int = 0) -> dict[int, float]:
 
 
 def _label(name: str, curve: Mapping[int, float]) -> str:
-    """The name of a curve, and where it is not drawn."""
+    """The name of a curve, and the places where it is not drawn."""
     missing = [place for place, height in zip(curve, _heights(curve), strict=True) if math.isnan(height)]
-    text = _printable(f" {name}" if name.startswith("_") else name)  # a legend leaves out what begins with _
+    text = _printable(f" {name}" if name.startswith("_") else name)  # a legend leaves out names that begin with _
     if not missing:
         return text
     more = ", …" if len(missing) > _PLACES_NAMED else ""
@@ -362,13 +403,13 @@ def _label(name: str, curve: Mapping[int, float]) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape halves of surrogate pairs, as names of files have them that are not UTF-8."""
+    """Escape lone surrogates, which stand for bytes of file names that are not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _figure(size: tuple[float, float], title: str) -> Figure:
     figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(_printable(title), parse_math=False)  # a dollar sign in a path is no formula
+    figure.suptitle(_printable(title), parse_math=False)  # a dollar sign in a path is not a formula
     return figure
 
 
@@ -398,7 +439,7 @@ def _layer_axis(axes: Axes, layers: int) -> None:
 
 
 def _whole_numbers(last: int) -> Iterable[int]:
-    """Up to a dozen ticks from 1 on."""
+    """Up to a dozen ticks, starting at 1."""
     return range(1, last + 1, -(-last // 12))
 
 
@@ -422,5 +463,5 @@ def _mark_training_length(axes: Axes, length: int) -> None:
 
 
 def _legend_below(figure: Figure) -> None:
-    """A legend outside of the axes, where it covers no curve."""
+    """Add a legend outside the axes, where it covers no curve."""
     _as_written(figure.legend(loc="outside lower center", ncols=2, frameon=False))

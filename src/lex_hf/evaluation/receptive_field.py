@@ -1,10 +1,10 @@
-"""Receptive field: how far back the tokens lie that move a prediction (Sandwich paper, arXiv 2212.10356, §5.1).
+"""Receptive field, the number of newest tokens that influence a prediction (Sandwich paper, arXiv 2212.10356, §5.1).
 
-The gradient of the log probability of the predicted token is taken with respect to the embedding of each token that
-was read. A token's share is the norm of its gradient over the sum of all norms, and the shares of the newest tokens
-add up to the cumulative normalised gradient. The empirical receptive field (ERF) is the smallest number of newest
-tokens that hold more than 99 % of it; the theoretical one (TRF) is what the attention patterns of all layers let
-through.
+The gradient of the log probability of the predicted token is computed with respect to the embedding of each token that
+was read. A token's share is the norm of its gradient divided by the sum of all norms, and the shares of the newest
+tokens add up to the cumulative normalised gradient. The empirical receptive field (ERF) is the smallest number of
+newest tokens that hold more than 99 % of it; the theoretical one (TRF) follows from the attention patterns of all
+layers.
 """
 
 import inspect
@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from lex_hf.evaluation.modes import evaluating
+from lex_hf.evaluation.loading import evaluating
 from lex_hf.model.configuration_lex import LexConfig
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def empirical_receptive_field(cumulative: Tensor, threshold: float = 0.99) -> Te
 
 
 def theoretical_receptive_field(config: LexConfig, position: int | None = None) -> int | None:
-    """Return the number of tokens that the attention patterns let act on a prediction.
+    """Return the number of tokens that can influence a prediction through the attention patterns.
 
     Each layer reaches back from the oldest token that the layers above it reach. A sliding window of w tokens adds
     w - 1, so R layers see R(w - 1) + 1 tokens. Blockwise attention adds the rest of the query's block and the whole
@@ -116,7 +116,7 @@ def theoretical_receptive_field(config: LexConfig, position: int | None = None) 
 
 
 def _reach(config: LexConfig, position: int) -> int:
-    """Number of tokens that act on what is predicted after `position`."""
+    """Number of tokens that can influence the prediction after `position`."""
     oldest = position
     for pattern in reversed(config.layer_patterns):
         span = config.attention_span(pattern)
@@ -129,15 +129,15 @@ def _reach(config: LexConfig, position: int) -> int:
 
 @dataclass(frozen=True)
 class ReceptiveField:
-    """What [`receptive_field`] found.
+    """Result of [`receptive_field`].
 
     Attributes:
         curves: Cumulative normalised gradient of every prediction, newest token first, float64, shape
             `(texts, positions, tokens)`: the share of the newest 1, 2, … tokens. Past the start of a text it stays 1.
         positions: Index of the newest token that each prediction read.
         threshold: Share that the empirical receptive field must exceed.
-        theoretical: Number of tokens that the attention patterns let act on any of the predictions, for LEX models;
-            `None` for others.
+        theoretical: Largest number of tokens that can influence one of the predictions through the attention patterns,
+            for LEX models; `None` for others.
         training_length: `l` of a LEX model in tokens; `None` for others.
     """
 
@@ -176,7 +176,7 @@ class ReceptiveField:
 
     def plot(self) -> "Figure":
         """Draw the mean curve, with the threshold, the ERF and the training length (Sandwich paper, Figure 4)."""
-        from lex_hf.evaluation import plots  # not at the top: measuring needs no matplotlib
+        from lex_hf.evaluation import plots  # imported here because measuring does not need matplotlib
 
         return plots.receptive_fields({"mean of all predictions": self}, title="Cumulative normalised gradient")
 
@@ -197,13 +197,13 @@ def receptive_field(
         model: Any causal language model of transformers that accepts `inputs_embeds`. It runs in evaluation mode and
             is left as it was; its parameters get no gradients.
         input_ids: Texts of equal length, shape `(texts, sequence)` or `(sequence,)`; no padding.
-        targets: The token whose prediction is explained, for each text and position, shape `(texts,)` or
-            `(texts, positions)`; to explain the token that really follows position p, `input_ids[:, p + 1]`. `None`
-            means the token that the model finds most likely.
-        positions: Indices of the tokens after which a prediction is explained; `None` means the last token only. Of
+        targets: The predicted token, for each text and position, shape `(texts,)` or `(texts, positions)`; for the
+            token that actually follows position p, `input_ids[:, p + 1]`. `None` means the token that the model finds
+            most likely.
+        positions: Indices of the tokens after which a prediction is measured; `None` means the last token only. Of
             each text, the tokens up to that index are read.
         threshold: Share that the empirical receptive field must exceed.
-        batch_size: Number of texts read at once; fewer if memory does not suffice.
+        batch_size: Number of texts read at once; fewer if there is not enough memory.
         progress: Whether to show a progress bar, counted in texts.
 
     Raises:
@@ -214,7 +214,7 @@ def receptive_field(
     _check_texts(model, ids, batch_size)
     kept = _positions(positions, ids.shape[1])
     wanted = _targets(targets, len(ids), len(kept))
-    # Fails before any work is done if the threshold is out of range.
+    # Fails before any work if the threshold is out of range.
     empirical_receptive_field(torch.ones(1), threshold)
 
     config = model.config if isinstance(model.config, LexConfig) else None
@@ -254,14 +254,14 @@ def _curves(
 
 
 def _gradient_norms(model: PreTrainedModel, ids: Tensor, targets: Tensor | None, positions: list[int]) -> Tensor:
-    """Norms of the gradients at the tokens up to each position, which comes last, behind zeros for missing tokens.
+    """Norms of the gradients at the tokens up to each position, left-padded with zeros.
 
     Shape `(texts, positions, tokens)`, float64, on the CPU.
     """
     embeds = model.get_input_embeddings()(ids.to(model.device)).detach().requires_grad_()
     log_probs = _log_probs(model, embeds, positions)
     chosen = log_probs.argmax(dim=-1) if targets is None else targets.to(log_probs.device)
-    # Texts do not touch each other, so one sum serves all of a batch.
+    # Texts are independent, so the gradient of the sum over a batch gives that of each.
     sums = log_probs.gather(2, chosen[..., None]).sum(dim=(0, 2))
     rows = []
     for index, position in enumerate(positions):
@@ -270,8 +270,8 @@ def _gradient_norms(model: PreTrainedModel, ids: Tensor, targets: Tensor | None,
         _check_norms(norms)
         if norms[:, position + 1 :].any():
             raise ValueError(
-                f"{type(model).__name__} lets tokens after position {position} act on its prediction; the receptive "
-                "field of causal language models only can be measured."
+                f"{type(model).__name__} lets tokens after position {position} influence its prediction; the "
+                "receptive field can be measured for causal language models only."
             )
         rows.append(F.pad(norms[:, : position + 1], (max(positions) - position, 0)))
     return torch.stack(rows, dim=1)
@@ -299,7 +299,7 @@ def _check_texts(model: PreTrainedModel, ids: Tensor, batch_size: int) -> None:
     if batch_size < 1:
         raise ValueError(f"batch_size = {batch_size}: it must be at least 1.")
     if not _accepts(model, "inputs_embeds"):
-        raise ValueError(f"{type(model).__name__} does not accept inputs_embeds, at which gradients are taken.")
+        raise ValueError(f"{type(model).__name__} does not accept inputs_embeds, which the gradients need.")
 
 
 def _positions(positions: Sequence[int] | None, length: int) -> list[int]:

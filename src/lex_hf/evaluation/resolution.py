@@ -1,7 +1,7 @@
-"""Attention resolution: how well attention tells distances apart (LEX paper, arXiv 2212.10554, §3.1, §3.2 and §4.3).
+"""Attention resolution: how well attention separates distances (LEX paper, arXiv 2212.10554, §3.1, §3.2 and §4.3).
 
 s[n] is the attention score, before softmax, that is expected between a query and the key n tokens before it (Eq. 3);
-R(s) makes one number of it (Eq. 4), which is high if scores fall from each distance to the next. s comes from theory
+R(s) reduces it to one number (Eq. 4), which is high if scores fall from each distance to the next. s comes from theory
 ([`expected_attention`], Eq. 10) or from a model that reads a text ([`measure_resolution`], Eq. 13).
 """
 
@@ -20,7 +20,7 @@ from transformers.masking_utils import eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import tqdm
 
-from lex_hf.evaluation.modes import evaluating
+from lex_hf.evaluation.loading import evaluating
 from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.model.positions_lex import SCHEMES, BiasScheme
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 Reading = Literal["A", "B", "C"]
 
-# Models make the masks of eager attention for it: what is added to scores, shape (batch or 1, 1, query, key).
+# Models create the masks of eager attention for it: floats added to scores, shape (batch or 1, 1, query, key).
 _IMPLEMENTATION = "lex_hf_resolution"
 AttentionMaskInterface.register(_IMPLEMENTATION, eager_mask)
 _CHECKED_TOKENS = 64
@@ -38,20 +38,20 @@ _CHECKED_TOKENS = 64
 def attention_resolution(s: Tensor | Sequence[float], *, reading: Reading = "A") -> float:
     """Return R(s) = Σ_i e^s[i] (e^s[i] - e^s[i+1]) / (Σ_i e^s[i])² (LEX paper, Eq. 4).
 
-    Eq. 4 sums over i = 0 … N and so asks for s[N+1], which a measurement over N + 1 distances does not have. There are
+    Eq. 4 sums over i = 0 … N and so needs s[N+1], which a measurement over N + 1 distances does not have. There are
     three readings of that:
 
-    * `"A"` (the default): softmax over all values, and all differences between two of them. Nothing that was measured
-      is left out, nothing is invented, and R stays between -1 and 1.
+    * `"A"` (the default): softmax over all values, and all differences between neighbours. No measured value is left
+      out, none is invented, and R stays between -1 and 1.
     * `"B"`: the equation to the letter. The last value is s[N+1]; it is not part of the softmax, and if it is large, R
       falls without limit. In a measurement that value is the least certain one.
     * `"C"`: s[N+1] = -∞, as if attention ended after the last value; a flat s then has R > 0.
 
-    They agree to many digits once s has decayed. A constant added to s changes nothing.
+    They agree to many digits once s has decayed. Adding a constant to s does not change R.
 
     R never exceeds 1 in any reading, for e^s[i] (e^s[i] - e^s[i+1]) ≤ (e^s[i])². So the 1.08 in the paper's Table 3
-    cannot be Eq. 4 as printed, and how its numbers were scaled is not known: compare the order of models with that
-    table, not the values.
+    cannot be Eq. 4 as printed, and the scale of its numbers is unknown: compare the order of models with that table,
+    not the values.
 
     Args:
         s: Scores at distances 0, 1, 2, …, at least two.
@@ -91,12 +91,12 @@ def _check_scores(scores: Tensor) -> None:
 
 
 def expected_attention(config: LexConfig, n: Tensor) -> Tensor:
-    """Return the s[n] that a position scheme makes expect, whatever the weights.
+    """Return the s[n] that follows from a position scheme, whatever the weights.
 
     For the rotary schemes this is g_ζ[n] = Σ_i cos(nθ_i) ζ_i^(n/B) (LEX paper, Eq. 10 and Figure 2) over the d/2
     pairs of channels i = 0 … d/2 - 1; Eq. 10 prints one more, and no base B, which Eq. 12 and the code have. For RoPE
-    ζ = 1. It stands for the score up to a factor that depends on the model: R of g and R of g/√d differ. For ALiBi and
-    Sandwich it is the bias, averaged over the heads: the rest of the score is taken to be the same at all distances.
+    ζ = 1. It is the score up to a factor that depends on the model: R of g and R of g/√d differ. For ALiBi and
+    Sandwich it is the bias, averaged over the heads: the rest of the score is assumed to be equal at all distances.
 
     Args:
         config: Configuration of a LEX model.
@@ -106,7 +106,7 @@ def expected_attention(config: LexConfig, n: Tensor) -> Tensor:
         Expected scores, float64, the shape of `n`.
 
     Raises:
-        ValueError: If a distance is no integer or negative, or the scheme has no expectation of its own.
+        ValueError: If a distance is negative or not an integer, or the scheme has no expectation of its own.
 
     Example:
         >>> import torch
@@ -119,13 +119,12 @@ def expected_attention(config: LexConfig, n: Tensor) -> Tensor:
         raise ValueError(f"n = {n}: distances are integers, at least one, none negative.")
     scheme = SCHEMES[config.position_embedding_type](config)
     distance = n.flatten().cpu().long()
-    like = torch.zeros((), dtype=torch.float64)
     if isinstance(scheme, BiasScheme) and not any(True for _ in scheme.parameters()):
         return scheme.by_distance(distance, torch.float64).mean(dim=0).view(n.shape)
-    # With blocks of 1 the factors end nowhere. The key is in slot 0; states that are 1 in each pair leave the factors.
-    slots = F.pad(distance, (1, 0))
-    rotation = scheme.rotation(slots, int(slots.max()) + 1, 1, like)
-    if rotation is None:
+    # The key is at position 0; of states that are 1 in each pair, the factors are left.
+    positions = F.pad(distance, (1, 0))
+    rotation = scheme.rotation(positions, positions, None, torch.float64)
+    if rotation.query is None or rotation.key is None:
         raise ValueError(_no_expectation(config.position_embedding_type))
     return (rotation.query[1:] * rotation.key[0]).sum(dim=(1, 2)).view(n.shape)
 
@@ -140,12 +139,12 @@ def _no_expectation(name: str) -> str:
 
 @dataclass(frozen=True)
 class Resolution:
-    """What [`measure_resolution`] found.
+    """Result of [`measure_resolution`].
 
     Attributes:
         curves: For each layer its s[n], float64, shape `(distances,)`: the mean score at distance n = 0, 1, …, up to
-            the largest distance that the layer's attention pattern lets a query and a key have.
-        pairs: For each layer the number of queries and keys behind each value of its curve, int64, same shape.
+            the largest distance of a query and a key under the layer's attention pattern.
+        pairs: For each layer the number of pairs of query and key behind each value of its curve, int64, same shape.
         by_layer: R of each layer's curve.
         mean: Mean of `by_layer`.
         reading: Reading of Eq. 4; see [`attention_resolution`].
@@ -170,7 +169,7 @@ class Resolution:
 
     def plot(self) -> "Figure":
         """Draw the curve and the resolution of each layer."""
-        from lex_hf.evaluation import plots  # not at the top: measuring needs no matplotlib
+        from lex_hf.evaluation import plots  # imported here because measuring does not need matplotlib
 
         return plots.resolution(self)
 
@@ -185,27 +184,27 @@ def measure_resolution(
 ) -> Resolution:
     """Measure the attention resolution of a causal language model (LEX paper, §4.3, Eq. 13 and 4).
 
-    s[n] is the mean of the scores before softmax, divided by √d and with whatever the position scheme does to them,
-    over all pairs of a query and the key n tokens before it that meet in a layer, over its heads, and over the texts.
-    Pairs that the attention pattern keeps apart do not count, so with blockwise attention the curve ends before
-    distance 2h, and with sliding attention before the window. R is taken of each layer's curve; the mean over layers
-    is what Table 3 reports, but not on the same scale: see [`attention_resolution`]. To measure a LEX model without
-    BCA, load it with `attention_pattern="full"`.
+    s[n] is the mean of the scores before softmax, divided by √d and with the position scheme applied, over all pairs
+    of a query and the key n tokens before it, over the heads of a layer, and over the texts. Pairs that the attention
+    pattern masks do not count, so with blockwise attention the curve ends before distance 2h, and with sliding
+    attention before the window. R is computed from each layer's curve; Table 3 reports the mean over layers, but not
+    on the same scale: see [`attention_resolution`]. To measure a LEX model without BCA, load it with
+    `attention_pattern="full"`.
 
     It works for every model that attends through transformers' attention interface (LEX, GPT-2, Llama, GPT-NeoX and
     most others), and refuses those whose attention does more than a softmax of masked scores. A layer's scores are
-    made for one text, or for one pair of blocks, at a time.
+    computed for one text, or for one pair of blocks, at a time.
 
     Args:
         model: The model; it runs in evaluation mode and is left as it was.
         input_ids: Texts of equal length, at least 2 tokens, shape `(texts, sequence)` or `(sequence,)`; no padding.
         reading: Reading of Eq. 4; see [`attention_resolution`].
-        batch_size: Number of texts read at once; fewer if memory does not suffice.
+        batch_size: Number of texts read at once; fewer if there is not enough memory.
         progress: Whether to show a progress bar, counted in texts.
 
     Raises:
-        ValueError: If the input is no such texts, the batch size is less than 1, scores or hidden states are not
-            finite, or the model's attention cannot be measured.
+        ValueError: If the shape of the input is another one, the batch size is less than 1, scores or hidden states
+            are not finite, or the model's attention cannot be measured.
     """
     ids = _texts(input_ids, batch_size).to(model.device)
     with torch.inference_mode(), evaluating(model):
@@ -260,7 +259,7 @@ class _ScoreSums:
         self.pairs = torch.zeros(length, dtype=torch.long)
 
     def add(self, scores: Tensor, seen: Tensor, distance: Tensor) -> None:
-        """Add scores, `(query, key)`, of the pairs that are seen; `distance` is each pair's."""
+        """Add the scores of the pairs that are seen; all shapes are `(query, key)`."""
         met, length = distance[seen], len(self.total)
         self.total += scores.new_zeros(length).index_add_(0, met, scores[seen]).cpu()
         self.pairs += met.bincount(minlength=length).cpu()
@@ -275,7 +274,7 @@ class _ScoreSums:
 class _Recorder:
     """An attention function for transformers' interface that also sums its scores by distance.
 
-    Whatever part of a text it is called for, its queries are the last ones of its keys.
+    The queries of a call are at the positions of its last keys.
     """
 
     def __init__(self, length: int) -> None:
@@ -298,12 +297,12 @@ class _Recorder:
         key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
         mask = _checked_mask(module, query, key, attention_mask)
         distance = _distances(query.shape[2], key.shape[2], query.device)
-        # What is masked is the lowest number of its type.
+        # Masked pairs have the lowest number of the dtype.
         seen = (mask > torch.finfo(mask.dtype).min / 2).any(dim=1)
         _check_causal(module, seen, distance)
         exact, outputs = torch.promote_types(query.dtype, torch.float32), []
         for index in range(len(query)):
-            row = index % len(mask)  # one mask for all, or one for each
+            row = index % len(mask)  # one mask for all texts, or one for each
             scores = query[index].to(exact) @ key[index].to(exact).mT * scaling + mask[row]
             sums.add(scores.mean(dim=0), seen[row], distance)
             outputs.append(scores.softmax(dim=-1).to(value.dtype) @ value[index])
@@ -316,13 +315,13 @@ def _distances(queries: int, keys: int, device: torch.device) -> Tensor:
 
 
 def _checked_mask(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
-    """The mask, `(batch or 1, heads or 1, query, key)`; one query sees every key without one."""
+    """The mask, `(batch or 1, heads or 1, query, key)`; without one, a single query sees every key."""
     if mask is not None:
         return mask
     if query.shape[2] > 1:
         raise ValueError(
-            f"{type(module).__name__} hands no mask to its attention function, so which keys a query sees is not "
-            "known. Only models that make their masks by transformers.masking_utils can be measured."
+            f"{type(module).__name__} passes no mask to its attention function, so the keys that a query sees are not "
+            "known. Only models that create their masks with transformers.masking_utils can be measured."
         )
     return query.new_zeros(1, 1, 1, key.shape[2])
 
@@ -330,14 +329,14 @@ def _checked_mask(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | 
 def _check_causal(module: nn.Module, seen: Tensor, distance: Tensor) -> None:
     if (seen & (distance < 0)).any():
         raise ValueError(
-            f"{type(module).__name__} lets a query see later keys; the resolution of causal language models only can "
-            "be measured."
+            f"{type(module).__name__} lets a query see later keys; resolution can be measured for causal language "
+            "models only."
         )
 
 
 @torch.inference_mode()
 def _check_attention(model: PreTrainedModel, ids: Tensor) -> None:
-    """Refuse models whose attention is not what the recorder does: soft caps, sinks, position biases of their own."""
+    """Refuse models whose attention the recorder does not reproduce: soft caps, sinks, biases of their own."""
     expected = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
     if not expected.isfinite().all():
         raise ValueError(
@@ -362,7 +361,7 @@ def _check_attention(model: PreTrainedModel, ids: Tensor) -> None:
 
 @contextmanager
 def _recording(model: PreTrainedModel, recorder: Callable[..., Any]) -> Iterator[None]:
-    """Let a model attend with `recorder`."""
+    """Make `recorder` the attention function of a model, temporarily."""
     before = model.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[_IMPLEMENTATION] = recorder
     try:

@@ -1,19 +1,16 @@
-"""Model cards: what was measured of a model, as a record, and the card that is rendered from it.
+"""Model cards: the record of the measurements of a model, and the card that is rendered from it.
 
-Nothing in a card is typed by hand but what [`About`] holds; all figures come from the record.
+Only the fields of [`About`] are typed by hand; all figures come from the record.
 """
 
 import itertools
 import math
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
 
-import torch
-import transformers
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.dataclasses import type_validator
@@ -22,8 +19,9 @@ from transformers.utils import CONFIG_NAME, logging
 
 from lex_hf.data.documents import load_documents
 from lex_hf.evaluation import plots
-from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
-from lex_hf.records import check_file, read_json, to_json, write_text
+from lex_hf.evaluation.loading import load_for_evaluation
+from lex_hf.evaluation.perplexity import compute_perplexity
+from lex_hf.records import check_file, read_json, to_json, versions, write_text
 
 logger = logging.get_logger(__name__)
 
@@ -34,18 +32,18 @@ _LOSSES_SHOWN = 12
 
 @dataclass(frozen=True)
 class About:
-    """What only its maker knows of a model.
+    """Description of a model by its maker.
 
     Attributes:
         name: Name of the model.
         repo_id: Name of its repository on the Hub.
-        summary: What it is, in a sentence or two.
+        summary: Description in a sentence or two.
         license: Licence of the weights, as the Hub writes it, such as `"apache-2.0"`.
         language: Codes of languages.
         data: Training data: a sentence for each source, with its licence.
         test_data: For each corpus it is tested on, a sentence with its licence.
-        limits: What it is not for, and where it fails.
-        hardware: What it was trained on.
+        limits: Uses that it is not meant for, and where it fails.
+        hardware: Hardware that it was trained on.
         command: The command that trained it.
         prompts: Prompts that the card shows continuations of.
         datasets: Names of the training data, as the Hub or their makers write them.
@@ -108,7 +106,7 @@ def measure(
     Args:
         folder: A model as [`lex_hf.training.train`] leaves it, with the last checkpoint's `trainer_state.json` in it
             or in a `checkpoint-*` folder.
-        about: What only its maker knows.
+        about: Its description.
         corpora: Files or folders of each corpus it is tested on.
         lengths: Lengths of segments in tokens; the same texts are scored at each.
         characters: Take so many characters from the beginning of each text; `None` for all of it.
@@ -144,17 +142,13 @@ def measure(
         "evaluation": evaluation,
         "samples": [_sample(model, tokenizer, prompt, seed) for prompt in about.prompts],
         "command": command,
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
+        "versions": versions("torch", "transformers"),
     }
     try:
         write_text(folder / RECORD, to_json(record, indent=1, ensure_ascii=False) + "\n")
         write_text(folder / CARD, _render_file(folder / RECORD))
         _draw(folder, record)
-    except OSError:  # a full disk, say: what took long to measure must not be lost
+    except OSError:  # e.g. a full disk: long measurements must not be lost
         logger.error("This was measured, and could not be written:\n%s", _table(record))
         raise
     return record
@@ -169,7 +163,7 @@ def write_card(folder: str | Path, *, overwrite: bool = False) -> Path:
 
     Raises:
         FileNotFoundError: If there is no record.
-        ValueError: If the record is none that [`measure`] wrote, or the card cannot be written or must not be
+        ValueError: If the record was not written by [`measure`], or the card cannot be written or must not be
             replaced.
     """
     folder = Path(folder)
@@ -196,7 +190,7 @@ def check_card(folder: Path, *, overwrite: bool = False) -> None:
 
 
 def _is_rendered(folder: Path) -> bool:
-    """Whether the card says what the record does; libraries differ in how they lay out the front matter."""
+    """Return whether the card agrees with the record; libraries lay out the front matter differently."""
     try:
         found = (folder / CARD).read_text(encoding="utf-8")
         return _parts(found) == _parts(_render_file(folder / RECORD))
@@ -205,7 +199,7 @@ def _is_rendered(folder: Path) -> bool:
 
 
 def _parts(card: str) -> tuple[Any, str]:
-    """The data in front, and the text."""
+    """Split a card into its front matter and its text."""
     start, data, text = card.split("---\n", 2)
     return (start, yaml.safe_load(data)), text
 
@@ -215,7 +209,7 @@ def _render_file(path: Path) -> str:
         return render(read_json(path))
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{path} is no record of `lex-hf card` ({type(error).__name__}: {error}): measure the model again."
+            f"{path} is not a record of `lex-hf card` ({type(error).__name__}: {error}): measure the model again."
         ) from error
 
 
@@ -290,7 +284,7 @@ def _describe(model: PreTrainedModel) -> dict[str, Any]:
 
 
 def _training(folder: Path) -> dict[str, Any]:
-    """Losses, tokens and time, from the state that `Trainer` keeps."""
+    """Read losses, tokens and time from the state of the `Trainer`."""
     states = sorted(folder.glob("**/trainer_state.json"), key=lambda path: path.stat().st_mtime)
     if not states:
         raise ValueError(f"{folder} holds no trainer_state.json: measure the folder that the training wrote.")
@@ -372,7 +366,7 @@ def _cell(found: Mapping[str, Any]) -> str:
 
 
 def _number(value: float | None, digits: int) -> str:
-    """A number in the card; JSON has `null` for those that are not finite."""
+    """Format a number; JSON has `null` for those that are not finite."""
     return f"{value:.{digits}f}" if _is_finite(value) else "not finite"
 
 
@@ -381,7 +375,7 @@ def _is_finite(value: float | None) -> bool:
 
 
 def _verdicts(record: Mapping[str, Any]) -> list[str]:
-    """Say of each corpus how far the perplexity falls."""
+    """Say for each corpus how far the perplexity falls."""
     trained = record["model"]["training_length"]
     lines = []
     for name, curve in record["evaluation"].items():
@@ -415,7 +409,7 @@ def _training_text(record: Mapping[str, Any]) -> str:
 
 
 def _thinned(losses: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-    """About a dozen entries of the curve, with the last."""
+    """Return about a dozen entries of the curve, including the last."""
     stride = max(1, -(-len(losses) // _LOSSES_SHOWN))
     return list(losses[::-1][::stride])[::-1]
 

@@ -1,6 +1,7 @@
 """Push the folder of a saved model to the Hub: what goes, what stays, and one commit for all of it."""
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ from lex_hf.model.modeling_lex import AUTO_MAP
 
 CARD_NAME = "README.md"
 TIMEOUT = 60.0  # seconds that the Hub may be silent
+CODE_OF_LEX_HF = "code, added from lex_hf"  # what files are that a push adds
+_PACKAGE = Path(modeling_lex.__file__).parent  # where they are
 SAVE_AGAIN = "load the model with AutoModelForCausalLM.from_pretrained and save it with model.save_pretrained"
 
 # What is sent beside weights and code, by its path in the folder; all that is not named here stays.
@@ -111,7 +114,8 @@ def push_folder(
     """Push a saved model to the Hub in one commit, so that a repository never holds half of it.
 
     Weights already there that the new ones replace are deleted in the same commit: a `model.safetensors` left over
-    beside new shards would be loaded in their place. All else in the repository stays.
+    beside new shards would be loaded in their place. All else in the repository stays. The code that loading without
+    lex_hf needs is added where the folder has none; the folder itself is never changed.
 
     Args:
         folder: What `save_pretrained` of a model, and of its tokenizer, wrote, and a model card, `README.md`.
@@ -162,7 +166,7 @@ def _send(
     return api.create_commit(
         repo,
         [
-            *(CommitOperationAdd(file.path, folder / file.path) for file in files),
+            *(CommitOperationAdd(file.path, _source(folder, file)) for file in files),
             *(CommitOperationDelete(path) for path in replaced),
         ],
         commit_message=message,
@@ -179,10 +183,11 @@ def files_to_push(folder: str | Path) -> list[FolderFile]:
 def examine_folder(folder: str | Path) -> list[FolderFile]:
     """List what is in the folder of a model, with what is sent and what stays; nothing is sent by accident.
 
-    Sent are the configuration, the weights that would be loaded, the code that `auto_map` names and all it imports,
-    the tokenizer, the model card, licences and pictures. Checkpoints, states and logs of a training run, pickles,
-    half-written and hidden files stay, like all else, and so do links that lead out of the folder. (In the cache of
-    the Hub a folder of `snapshots` is one with the `blobs` that its links lead to.)
+    Sent are the configuration, the weights that would be loaded, the code that `auto_map` names and all it imports
+    (that of the installed lex_hf, if the folder has none), the tokenizer, the model card, licences and pictures.
+    Checkpoints, states and logs of a training run, pickles, half-written and hidden files stay, like all else, and so
+    do links that lead out of the folder. (In the cache of the Hub a folder of `snapshots` is one with the `blobs` that
+    its links lead to.)
 
     Args:
         folder: What `save_pretrained` wrote.
@@ -192,15 +197,21 @@ def examine_folder(folder: str | Path) -> list[FolderFile]:
 
     Raises:
         ValueError: If the folder does not hold a LEX model, in safetensors, whole, with all weights of the model that
-            its configuration describes and no others, and with the code that loading without lex_hf needs.
+            its configuration describes and no others, or with a part only of the code that loading without lex_hf
+            needs.
     """
     root = Path(folder)
     config = _check_config(root)
-    needed = dict.fromkeys(_weights(root), "weights") | dict.fromkeys(_code(root), "code")
+    home = _home_of_code(root)
+    code = _code(home)
+    needed = dict.fromkeys(_weights(root), "weights") | dict.fromkeys(code if home == root else (), "code")
     _check_links(root, (CONFIG_NAME, *needed))
     if "quantization_config" not in config:  # such weights have other names and shapes
         check_checkpoint(_architecture(root, config), str(root))
-    return sorted(_examine(root, "", needed), key=lambda file: (not file.sent, file.path))
+    files = list(_examine(root, "", needed))
+    if home != root:
+        files += [FolderFile(name, (home / name).stat().st_size, sent=True, what=CODE_OF_LEX_HF) for name in code]
+    return sorted(files, key=lambda file: (not file.sent, file.path))
 
 
 def check_push(
@@ -371,6 +382,20 @@ def _check_shard(path: Path, index: Path) -> None:
         raise ValueError(f"{path} is damaged ({error}): save the model again.") from error
 
 
+def _home_of_code(root: Path) -> Path:
+    """The folder whose code is sent: the model's own, or the package's if the model's has none.
+
+    A folder that has code was saved with it, perhaps by another version: the two belong together, and files of two
+    versions need not fit each other. So its own is sent as it is, or refused if a file is missing; none is replaced.
+    """
+    return root if any(os.path.lexists(root / name) for name in _code(_PACKAGE)) else _PACKAGE
+
+
+def _source(root: Path, file: FolderFile) -> Path:
+    """Where the content of a file that is sent comes from."""
+    return (_PACKAGE if file.what == CODE_OF_LEX_HF else root) / file.path
+
+
 def _code(root: Path) -> set[str]:
     """Names of the code files that `auto_map` names, and of all that they import from each other."""
     modules = {root / f"{target.split('.')[0]}.py" for target in AUTO_MAP.values()}
@@ -401,7 +426,7 @@ def _check_links(root: Path, needed: Iterable[str]) -> None:
 
 
 def _leads_out(root: Path, path: Path) -> bool:
-    """Whether a file is a link to one that is not in the folder, or is hidden there."""
+    """Return whether a file is a link to one that is not in the folder, or is hidden there."""
     if not path.is_symlink():
         return False
     home, target = root.resolve(), path.resolve()
@@ -444,7 +469,7 @@ def _printable(name: str) -> str:
 
 
 def _what(name: str) -> str | None:
-    """What a file is, by its path, if that is something to send."""
+    """Return the kind of a file by its path, if it is to be sent."""
     if Path(name).suffix.lower() in _PICTURES:
         return "picture"
     return next((what for what, patterns in _SENT.items() if _fits(name, patterns)), None)

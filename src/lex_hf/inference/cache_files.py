@@ -10,11 +10,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from lex_hf.model.cache_lex import LexCache, LexCacheLayer, origins
-from lex_hf.model.static_cache_lex import LexStaticCache, LexStaticCacheLayer
+from lex_hf.model.cache_layer_lex import LexCacheLayer
+from lex_hf.model.cache_lex import LexCache, LexStaticCache
 from lex_hf.records import whole_file
 
-FORMAT = "lex_hf cache 2"
+FORMAT = "lex_hf cache 3"
+_STATE = ("keys", "values", "fill", "lengths", "padding", "columns")
 _SAMPLE = 64  # numbers of each weight whose bits and places a fingerprint holds, beside a sum over all bits
 
 
@@ -39,17 +40,19 @@ def save_cache(cache: LexCache | LexStaticCache, model: PreTrainedModel, path: s
         3
     """
     layers = getattr(cache, "layers", [])
-    if not layers or not all(isinstance(layer, (LexCacheLayer, LexStaticCacheLayer)) for layer in layers):
-        raise ValueError(f"{type(cache).__name__} is no cache of LEX; pass what a LEX model returned.")
+    if not layers or not all(isinstance(layer, LexCacheLayer) for layer in layers):
+        raise ValueError(f"{type(cache).__name__} is not a LexCache; pass what a LEX model returned.")
     if not all(layer.is_initialized for layer in layers):
         raise ValueError("The cache is empty: let the model read something first.")
-    tensors = {f"{index}.{name}": tensor for index, layer in enumerate(layers) for name, tensor in _state(layer)}
+    tensors = {
+        f"{index}.{name}": tensor for index, layer in enumerate(layers) for name, tensor in _state(layer).items()
+    }
     with whole_file(path) as place:
         save_file(tensors, place, metadata=_description(layers, model))
 
 
 def load_cache(path: str | Path, model: PreTrainedModel) -> LexCache | LexStaticCache:
-    """Read a cache that [`save_cache`] wrote, to the device of the model that shall go on with it.
+    """Read a cache that [`save_cache`] wrote, to the device of the model that continues the text.
 
     Args:
         path: The file.
@@ -68,62 +71,55 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> LexCache | LexStatic
             _check(path, metadata, model)
             cache = _empty_cache(metadata, model)
             for index, layer in enumerate(cache.layers):
-                names = [name for name, _ in _state(layer)]
-                _restore(layer, {name: file.get_tensor(f"{index}.{name}") for name in names})
+                _restore(layer, {name: file.get_tensor(f"{index}.{name}") for name in _STATE})
     except SafetensorError as error:
-        raise ValueError(f"{path} is no whole safetensors file ({error}): write it anew with save_cache.") from error
+        raise ValueError(f"{path} is truncated or corrupt ({error}): save it again with save_cache.") from error
     return cache
 
 
-def _state(layer: LexCacheLayer | LexStaticCacheLayer) -> list[tuple[str, torch.Tensor]]:
-    """What a layer must remember, by name."""
-    if isinstance(layer, LexStaticCacheLayer):
-        names = ("keys", "values", "positions", "padding", "columns")
-        return [(name, getattr(layer, name)) for name in names]
-    layer.settle()
-    counts = {"fills": layer.fills, "lengths": layer.lengths, "padding": layer.padding, "columns": [layer.columns]}
-    end = max(layer.fills, default=0) if layer.block is None else None  # its storage may be twice as long as the text
-    states = [
-        (name, None if tensor is None else tensor[:, :, :end].contiguous())
-        for name, tensor in (("keys", layer.keys), ("values", layer.values))
-    ]
-    return [*states, *((name, torch.tensor(count)) for name, count in counts.items())]
+def _state(layer: LexCacheLayer) -> dict[str, torch.Tensor]:
+    """Return what a layer must remember, by name."""
+    counts = {name: torch.as_tensor(getattr(layer, name)) for name in _STATE[2:]}
+    # The storage of full attention may be twice as long as the text.
+    end = layer.keys.shape[2] if layer.is_preallocated or layer.block is not None else int(counts["lengths"].max())
+    states = {name: getattr(layer, name)[:, :, :end].contiguous() for name in ("keys", "values")}
+    return {**states, **counts}
 
 
-def _restore(layer: LexCacheLayer | LexStaticCacheLayer, state: dict[str, torch.Tensor]) -> None:
+def _restore(layer: LexCacheLayer, state: dict[str, torch.Tensor]) -> None:
     """Make an empty layer the one whose state this is."""
     layer.lazy_initialization(state["keys"][:, :, :0], state["values"][:, :, :0])
-    if isinstance(layer, LexStaticCacheLayer):
-        for name, tensor in state.items():
-            getattr(layer, name).copy_(tensor)
+    if layer.is_preallocated:
+        for name in ("keys", "values", "lengths", "padding", "columns"):
+            getattr(layer, name).copy_(state[name])
         return
-    layer.reserve(state["keys"].shape[2])
-    layer.keys[:, :, : state["keys"].shape[2]] = state["keys"]
-    layer.values[:, :, : state["values"].shape[2]] = state["values"]
-    layer.fills, layer.lengths, layer.padding = (state[name].tolist() for name in ("fills", "lengths", "padding"))
-    layer.columns = int(state["columns"])
+    layer.keys, layer.values = state["keys"], state["values"]
+    layer.fill, layer.columns = int(state["fill"]), int(state["columns"])
+    layer.lengths, layer.padding = (
+        int(count) if count.dim() == 0 else count for count in (state["lengths"], state["padding"])
+    )
 
 
 def _description(layers: list[Any], model: PreTrainedModel) -> dict[str, str]:
-    """What a file says of its cache, and of the model that filled it."""
-    lengths = [layer.max_cache_len for layer in layers if isinstance(layer, LexStaticCacheLayer)]
+    """Return the description of a cache, and of the model that filled it."""
     return {
         "format": FORMAT,
-        "max_cache_len": str(max(lengths, default="")),
+        "max_cache_len": str(layers[0].max_cache_len or ""),
         **_identity(model, str(layers[0].dtype)),
     }
 
 
 def _check(path: Path, metadata: dict[str, str], model: PreTrainedModel) -> None:
-    """Compare a file's description with the model that shall go on."""
+    """Compare a file's description with the model that continues the text."""
     found = metadata.get("format")
-    if found == "lex_hf cache 1":
-        raise ValueError(
-            f"{path} was written by lex_hf 0.1.0, whose files do not show whether all weights are those of this "
-            "model: read the text again, and save the cache."
-        )
-    if found != FORMAT:
-        raise ValueError(f"{path} is no cache of LEX: its format is {found!r}, not {FORMAT!r}.")
+    if (found or "").startswith("lex_hf cache"):
+        if found != FORMAT:
+            raise ValueError(
+                f"{path} was written by an earlier version of lex_hf, such as 0.1.0 (its format is {found!r}, not "
+                f"{FORMAT!r}), which stored other states: read the text again, and save the cache."
+            )
+    else:
+        raise ValueError(f"{path} is not a LexCache: its format is {found!r}, not {FORMAT!r}.")
     for name, value in _identity(model, str(model.dtype)).items():
         if metadata.get(name) != value:
             raise ValueError(
@@ -133,12 +129,12 @@ def _check(path: Path, metadata: dict[str, str], model: PreTrainedModel) -> None
 
 
 def _identity(model: PreTrainedModel, dtype: str) -> dict[str, str]:
-    """What must be the same in the model that filled a cache and the one that goes on."""
-    spans = origins(model.config)
+    """Return what must be the same in the model that filled a cache and the one that continues."""
+    patterns = model.config.patterns
     return {
-        "blocks": json.dumps([block for block, _ in spans]),
+        "blocks": json.dumps([[pattern.name, pattern.block] for pattern in patterns]),
         "dtype": dtype,
-        "positions": json.dumps([origin for _, origin in spans]),
+        "positions": json.dumps(model.config.key_fields),
         "weights": _fingerprint(model),
     }
 

@@ -12,7 +12,10 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from lex_hf.model.cache_lex import LexCache, LexCacheLayer, Origin, shifted
+from lex_hf.model.cache_layer_lex import LexCacheLayer, Origin
+from lex_hf.model.cache_lex import LexCache
+from lex_hf.model.masking_lex import FullPattern
+from lex_hf.model.rotation_lex import scaled
 
 
 def part_of(tokens: int, block: int, rank: int, size: int) -> tuple[int, int]:
@@ -65,7 +68,7 @@ def read_part(
         )
     start, stop = part_of(input_ids.shape[1], math.lcm(*blocks), rank, size)
     cache = LexCache(model.config)
-    cache.layers = [_HandedOver(layer.block, group, layer.origin) for layer in cache.layers]
+    cache.layers = [_HandedOver(layer.pattern, group, layer.origin) for layer in cache.layers]
     if start:
         config = model.config
         heads, width = config.num_attention_heads, config.head_dim
@@ -79,37 +82,35 @@ def read_part(
 class _HandedOver(LexCacheLayer):
     """A cache layer whose previous block is that of another process."""
 
-    takes_chunks = False  # the block that is handed over is the last of all
+    takes_pieces = False  # the block that is handed over is the last of all
 
-    def __init__(self, block: int, group: dist.ProcessGroup | None, origin: Origin) -> None:
-        super().__init__(block, origin)
+    def __init__(self, pattern: FullPattern, group: dist.ProcessGroup | None, origin: Origin) -> None:
+        super().__init__(pattern, origin)
         self.group = group
         self.is_waiting = True
 
     def begin_at(self, start: int) -> None:
-        """Go on after `start` tokens, which are at least a block, that other processes read."""
+        """Continue after `start` tokens, at least a block, that other processes read."""
         assert self.block is not None
-        self.fills, self.lengths = [self.block] * self.batch_size, [start] * self.batch_size
-        self.columns = start
+        self.fill, self.lengths, self.columns = self.block, start, start
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hand the last block over, take the previous one in, and go on as ever."""
+        """Hand the last block over, receive the previous one, and update as usual."""
         if self.is_waiting:
             self.is_waiting = False
-            rotation = args[0].rotation
-            self._exchange(key_states, value_states, None if rotation is None else rotation.shift)
+            self._exchange(key_states, value_states, decay=args[1])
         return super().update(key_states, value_states, *args, **kwargs)
 
-    def _exchange(self, key: torch.Tensor, value: torch.Tensor, shift: torch.Tensor | None) -> None:
+    def _exchange(self, key: torch.Tensor, value: torch.Tensor, decay: torch.Tensor | None) -> None:
         assert self.block is not None
         rank, size, transfers = dist.get_rank(self.group), dist.get_world_size(self.group), []
         if rank + 1 < size:
-            # The first block of a text is turned as the first of its pair already; all others as the second.
+            # The first block of a text is scaled as the previous one of its pair already; all others are not.
             is_first = rank == 0 and key.shape[2] == self.block
             last = key[:, :, -self.block :]
-            for sent in (last if is_first else shifted(last, shift), value[:, :, -self.block :]):
+            for sent in (last if is_first else scaled(last, decay), value[:, :, -self.block :]):
                 transfers.append(dist.P2POp(dist.isend, sent.contiguous(), group=self.group, group_peer=rank + 1))
         received = [torch.empty_like(self.keys[:, :, : self.block]) for _ in range(2)] if rank else []
         transfers += [dist.P2POp(dist.irecv, states, group=self.group, group_peer=rank - 1) for states in received]

@@ -1,4 +1,4 @@
-"""Serve a model over HTTP: `transformers serve`, which knows only transformers' own classes, with LEX shown to it."""
+"""A model served over HTTP by `transformers serve`, which otherwise knows only transformers' own classes."""
 
 import importlib
 import time
@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging
 from transformers.utils.import_utils import is_serve_available
 
-from lex_hf.evaluation.loading import check_checkpoint, plain
+from lex_hf.errors import plain
+from lex_hf.evaluation.loading import check_checkpoint
 from lex_hf.model.modeling_lex import LexForCausalLM
 
 logger = logging.get_logger(__name__)
@@ -29,21 +30,21 @@ def serve(model: str, *, host: str = "localhost", port: int = 8000, options: Seq
             `id@revision` names a revision. Chat needs a tokenizer with a chat template.
         host: Address to listen on.
         port: Port to listen on.
-        options: Further options of the command `transformers serve`, as typed, say `["--device", "cuda:1"]`.
+        options: Further options of the command `transformers serve`, as typed, e.g. `["--device", "cuda:1"]`.
 
     Raises:
         ImportError: If the packages of `transformers[serving]` are not installed; the message says how to get them.
-        ValueError: For continuous batching, which LEX has not, or a model that is not there, cannot be served, or
-            lacks weights.
+        ValueError: For continuous batching, which LEX does not support, or a model that is missing, cannot be
+            served, or lacks weights.
     """
     _check_options(model, options)
     if not is_serve_available():
         raise ImportError("Serving needs more packages: pip install 'transformers[serving]'")
-    # Not `import transformers...`: what the server looks models up in is the module object that it has itself.
+    # Not `import transformers...`: the server looks models up in its own module object.
     manager = importlib.import_module("transformers.cli.serving.model_manager")
     manager.transformers.LexForCausalLM = LexForCausalLM
     _check_model(model, manager)
-    # Its own list is that of the Hub's cache, none of which a server of one model would answer for.
+    # Its own list is that of the Hub's cache; a server of one model serves none of those.
     entry = {"id": model, "object": "model", "owned_by": "", "created": int(time.time())}
     manager.ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [entry])
 
@@ -54,20 +55,20 @@ def serve(model: str, *, host: str = "localhost", port: int = 8000, options: Seq
 
 
 def _check_options(model: str, options: Sequence[str]) -> None:
-    """Refuse what cannot work, before anything is loaded."""
+    """Refuse options that cannot work, before anything is loaded."""
     if model.startswith("-"):
-        raise ValueError(f"{model} stands where MODEL should: lex-hf serve MODEL, and then the options.")
+        raise ValueError(f"{model} is an option, not a MODEL: give lex-hf serve MODEL, and then the options.")
     for option in options:
         if option.startswith(("--continuous-batching", "--cb-")):
             raise ValueError(
-                f"{option}: continuous batching pages the cache, and a page knows no blocks of LEX. Leave it out: "
+                f"{option}: continuous batching uses paged caches, which do not support blocks. Leave it out: "
                 "requests are then answered one after the other. For many prompts at once, call model.generate() "
                 "with a left-padded batch."
             )
 
 
 def _check_model(model: str, manager: ModuleType) -> None:
-    """Refuse what the server would fail on with a traceback; say so if it cannot chat."""
+    """Refuse models on which the server would fail with a traceback; warn if it cannot chat."""
     name, _, revision = model.partition("@")
     try:
         config = AutoConfig.from_pretrained(name, revision=revision or "main")

@@ -8,7 +8,6 @@ Vocabulary used throughout the package, with the symbols of the paper (arXiv 221
 * *pair of blocks*: a block and the one before it, ``2h`` *slots*. Every query and key that ever meet share a pair.
 """
 
-import math
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -16,11 +15,14 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
+from .fields_lex import MAX_SIZE, require, require_finite, require_size
+from .masking_lex import PATTERNS, FullPattern
+from .positions_lex import SCHEMES
+
 logger = logging.get_logger(__name__)
 
-ATTENTION_PATTERNS = ("blockwise", "sliding", "full")
+ATTENTION_PATTERNS = tuple(PATTERNS)
 
-MAX_SIZE = 2**31 - 1  # of a single dimension
 MAX_LAYERS = 2**16
 MAX_PARAMETERS = 10**14  # in float32 400 TB
 GPT2_END_OF_TEXT = 50256
@@ -67,7 +69,7 @@ class LexConfig(PreTrainedConfig):
         xpos_scale: `"vector"` (one ζ_i per pair), `"scalar"` (the ablation ζ = γ/(1 + γ) for all) or `"none"` (ζ = 1).
         alibi_slopes: `"official"` (the rule of ALiBi's code for any number of heads) or `"geometric"` (2^(-8n/H)).
         alibi_slope_shift: Δ, added to the exponents of all slopes: 2^-(h + Δ).
-        alibi_shared_slope: h, if all heads shall have the slope 2^-h; `None` for a slope of each.
+        alibi_shared_slope: h, to give all heads the slope 2^-h; `None` gives each head its own.
         t5_num_buckets: Number of buckets of distances; even.
         t5_max_distance: Distance from which on all share the last bucket.
         t5_scaled: Whether T5's table is multiplied by √head_dim, as in KERPLE's code.
@@ -86,6 +88,7 @@ class LexConfig(PreTrainedConfig):
         512
     """
 
+    _auto_class = "AutoConfig"  # saving a model saves its code, which loads where lex_hf is not installed
     model_type = "lex"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers declares it so
     base_model_tp_plan = {  # noqa: RUF012
@@ -180,6 +183,23 @@ class LexConfig(PreTrainedConfig):
             return self.sliding_window or self.training_length
         return None
 
+    @property
+    def patterns(self) -> list[FullPattern]:
+        """The attention pattern of every layer, with its block length."""
+        names = self.layer_patterns
+        patterns = {name: PATTERNS[name](self.attention_span(name)) for name in set(names)}
+        return [patterns[name] for name in names]
+
+    @property
+    def key_fields(self) -> tuple[tuple[str, Any], ...]:
+        """Names and values of the fields that decide how cached keys are rotated and scaled."""
+        kind = self.position_embedding_type
+        names = {
+            "rope": ("rope_theta",),
+            "xpos": ("rope_theta", "xpos_gamma", "xpos_scale_base", "xpos_rotation", "xpos_scale"),
+        }.get(kind, ())
+        return (("position_embedding_type", kind), *((name, getattr(self, name)) for name in names))
+
     def num_parameters(self) -> int:
         """Number of parameters of a [`LexForCausalLM`] of these sizes, but for those of the position scheme."""
         width, inner = self.hidden_size, self.intermediate_size
@@ -196,7 +216,7 @@ class LexConfig(PreTrainedConfig):
             "num_attention_heads",
             "intermediate_size",
         ):
-            _require_size(self, name, MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE)
+            require_size(self, name, MAX_LAYERS if name == "num_hidden_layers" else MAX_SIZE)
         count = self.num_parameters()
         if count > MAX_PARAMETERS:
             raise ValueError(
@@ -220,7 +240,7 @@ class LexConfig(PreTrainedConfig):
         length = self.training_length
         require(length >= 2 and length % 2 == 0, "training_length", length, "must be even and at least 2")
         for name in ("training_length", "max_position_embeddings"):
-            _require_size(self, name)
+            require_size(self, name)
         patterns = [self.attention_pattern] if isinstance(self.attention_pattern, str) else self.attention_pattern
         for pattern in patterns:
             require(
@@ -238,12 +258,10 @@ class LexConfig(PreTrainedConfig):
             )
         for name in ("block_length", "sliding_window"):
             if getattr(self, name) is not None:
-                _require_size(self, name, hint=", or None for the default")
+                require_size(self, name, hint=", or None for the default")
 
     def validate_positions(self) -> None:
         """Check the position scheme and its parameters."""
-        from .positions_lex import SCHEMES  # not at the top: the schemes are made from a config
-
         name, known = self.position_embedding_type, tuple(SCHEMES)
         require(name in known, "position_embedding_type", name, f"must be one of {known}")
         for scheme in SCHEMES.values():  # an impossible value is a mistake, also where it is not in use
@@ -279,23 +297,3 @@ _FOREIGN_FIELDS = frozenset(
         "transformers_version",
     }
 )
-
-
-def require(holds: bool, field: str, value: object, rule: str) -> None:
-    """Raise a ValueError that names a field, its value and the rule it breaks, unless the rule holds."""
-    if not holds:
-        raise ValueError(f"{field} = {value!r}: it {rule}.")
-
-
-def require_finite(config: Any, field: str, *, above: float | None = None, least: float = -math.inf) -> None:
-    """Raise a ValueError unless a field is a finite number greater than `above`, or at least `least`."""
-    value = getattr(config, field)
-    rule = f"greater than {above}" if above is not None else f"at least {least}" if least > -math.inf else "finite"
-    holds = math.isfinite(value) and (value > above if above is not None else value >= least)
-    require(holds, field, value, f"must be {rule}" if rule == "finite" else f"must be finite and {rule}")
-
-
-def _require_size(config: Any, field: str, most: int = MAX_SIZE, hint: str = "") -> None:
-    value = getattr(config, field)
-    require(value >= 1, field, value, f"must be at least 1{hint}")
-    require(value <= most, field, value, f"must be at most {most}{hint}")

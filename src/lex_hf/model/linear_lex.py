@@ -7,6 +7,27 @@ from torch import nn
 WORTH_IT = 2**18
 
 
+def runs_plainly(*tensors: torch.Tensor) -> bool:
+    """Return whether an operation on these tensors runs now, on a CPU and without gradients, not under a compiler."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled():
+        return False
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+def suits_parts(states: torch.Tensor, tokens: int, module: nn.Module) -> bool:
+    """Return whether a module should take states in parts, in memory that is mapped already.
+
+    Args:
+        states: Shape `(batch, sequence, hidden_size)`.
+        tokens: Number of tokens up to which nothing is gained.
+        module: The module; its weights must be at hand.
+    """
+    # In this order: reading sizes under a compiler would specialise the graph, and weights are many.
+    if not runs_plainly(states) or states.shape[0] * states.shape[1] <= tokens:
+        return False
+    return runs_plainly(*module.parameters())
+
+
 class LexLinear(nn.Linear):
     """`nn.Linear`; without gradients, in float32 on a CPU, oneDNN multiplies, which reads the weights faster.
 
@@ -21,17 +42,15 @@ class LexLinear(nn.Linear):
         return super().forward(input)
 
     def _suits_onednn(self, states: torch.Tensor) -> bool:
-        if self.in_features * self.out_features < WORTH_IT or torch.compiler.is_compiling():
-            return False
         weight = self.weight
         return (
+            self.in_features * self.out_features >= WORTH_IT
+            and runs_plainly(states, weight)
             # Subclasses (sharded, quantised, fake) mean something else by a product.
-            type(weight) is nn.Parameter
+            and type(weight) is nn.Parameter
             and type(states) is torch.Tensor
-            and weight.device.type == states.device.type == "cpu"
             and weight.dtype == states.dtype == torch.float32
             and states.numel() > 0
-            and not torch.is_grad_enabled()
             and not torch.is_autocast_enabled("cpu")
             and torch.backends.mkldnn.is_available()
         )

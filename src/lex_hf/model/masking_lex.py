@@ -1,55 +1,93 @@
-"""Attention patterns as predicates on slots, and the masks they become.
+"""Attention patterns as objects.
 
-Slots are positions on any axis whose blocks begin at multiples of the block length; see `folding_lex.py`.
+Slots are positions on any axis whose blocks begin at multiples of the block length; see `attention_lex.py`.
 """
+
+from dataclasses import dataclass
 
 import torch
 
 
-def visible(pattern: str, block: int | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Tell which keys a query sees.
+@dataclass(frozen=True)
+class FullPattern:
+    """Causal attention: a query sees all keys up to its own.
 
-    Args:
-        pattern: `"blockwise"`, `"sliding"` or `"full"`.
-        block: Block length for blockwise attention, window for sliding attention, unused for full attention.
-        query: Slots of the queries, shape `(..., query)`.
-        key: Slots of the keys, shape `(..., key)`.
-
-    Returns:
-        Boolean tensor, shape `(..., query, key)`: causal, and in the same or the previous block (LEX paper, §3.3), or
-        less than `block` tokens away, or no further condition.
+    Attributes:
+        block: Number of tokens in a block: a query meets keys of its own and the previous block only. `None` for full
+            attention, which has no blocks.
     """
-    query, key = query[..., :, None], key[..., None, :]
-    causal = key <= query
-    if block is None or pattern == "full":
-        return causal
-    if pattern == "blockwise":
-        return causal & (key // block >= query // block - 1)
-    return causal & (query - key < block)
+
+    block: int | None = None
+    name = "full"
+
+    def visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Return which keys a query sees.
+
+        Args:
+            query: Slots of the queries, shape `(..., query)`.
+            key: Slots of the keys, shape `(..., key)`.
+
+        Returns:
+            Boolean tensor, shape `(..., query, key)`.
+        """
+        return key[..., None, :] <= query[..., :, None]
+
+    def first_key(self, slot: int) -> int:
+        """Return the first slot that a query in `slot`, one of the first pair of blocks, sees."""
+        return 0
+
+    def is_causal(self, slots: int) -> bool:
+        """Return whether queries see all keys before them among the first `slots` slots, at most a pair of blocks."""
+        return True
+
+    @property
+    def packed_block(self) -> int | None:
+        """Length of the blocks of a row in which packed documents, and so their own blocks, begin anywhere."""
+        return self.block
 
 
-def attention_mask(
-    seen: torch.Tensor | None, bias: torch.Tensor | None, implementation: str, dtype: torch.dtype
-) -> torch.Tensor | None:
-    """Put a pattern and a position bias into the form an attention function takes.
+@dataclass(frozen=True)
+class BlockwisePattern(FullPattern):
+    """Blockwise causal attention (LEX paper, §3.3): a query sees its own and the previous block."""
 
-    Args:
-        seen: Boolean, shape `(query, key)` or `(batch, query, key)`; `None` if every key is seen.
-        bias: Shape `(heads, query, key)` or `(batch, heads, query, key)`, or `None`.
-        implementation: Name of the attention function; sdpa takes booleans, others take what is added to scores.
-        dtype: Type of the scores.
+    block: int
+    name = "blockwise"
 
-    Returns:
-        Shape `(batch or 1, heads or 1, query, key)`, or `None` if there is nothing to mask and nothing to add.
+    def visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Return which keys a query sees: causal, and in the same or the previous block."""
+        return super().visible(query, key) & (
+            (key // self.block)[..., None, :] >= (query // self.block - 1)[..., None]
+        )
+
+    @property
+    def packed_block(self) -> int:
+        """Twice the block: a query may look back over two of the row's own."""
+        return 2 * self.block
+
+
+@dataclass(frozen=True)
+class SlidingPattern(FullPattern):
+    """Sliding-window attention: a query sees the last `block` tokens, its own included.
+
+    A window of w tokens never reaches past the previous block of w.
     """
-    if seen is not None:
-        seen = seen[..., None, :, :] if seen.dim() == 3 else seen[None, None]
-    if bias is not None:
-        bias = (bias if bias.dim() == 4 else bias[None]).to(dtype)
-    if seen is None:
-        return bias
-    if bias is None:
-        if implementation == "sdpa":
-            return seen
-        bias = torch.zeros((), dtype=dtype, device=seen.device)
-    return torch.where(seen, bias, torch.finfo(dtype).min)
+
+    block: int
+    name = "sliding"
+
+    def visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Return which keys a query sees: causal, and less than `block` tokens away."""
+        return super().visible(query, key) & (query[..., :, None] - key[..., None, :] < self.block)
+
+    def first_key(self, slot: int) -> int:
+        """Return the first slot of the window that ends in `slot`."""
+        return max(0, slot + 1 - self.block)
+
+    def is_causal(self, slots: int) -> bool:
+        """Return whether the window holds all of the slots."""
+        return slots <= self.block
+
+
+PATTERNS: dict[str, type[FullPattern]] = {
+    pattern.name: pattern for pattern in (BlockwisePattern, SlidingPattern, FullPattern)
+}

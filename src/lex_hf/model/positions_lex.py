@@ -1,80 +1,25 @@
-"""Position schemes: what a model knows of the order of its tokens.
+"""Position schemes: how the order of tokens reaches a model.
 
 A scheme may act in three places, and every hook does nothing by default: [`PositionScheme.embed`] adds to the token
-embeddings, [`PositionScheme.rotation`] turns queries and keys, [`PositionScheme.bias`] adds to attention scores.
-Nobody asks which scheme a model has; a new one is one class and one row of `SCHEMES` (and its fields in the config).
+embeddings, [`PositionScheme.rotation`] rotates queries and keys, [`PositionScheme.bias`] adds to attention scores.
+No caller asks which scheme a model has; a new one is one class, one row of `SCHEMES`, and its fields in the config.
 
-Coordinates are *slots*, not absolute positions: a query and the keys it meets lie in one pair of blocks, so a table of
-the pair's slots serves texts of any length, and no exponent ever grows with the text.
+Queries and keys are rotated at their absolute positions, by angles that are computed in float64: only differences act,
+and position 10^8 is as exact as position 0. What would grow with the text, the scale of xPos, is relative to the pair
+of blocks: its exponents are *offsets* from the second block of the pair.
 """
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import initialization as init
 
-from .configuration_lex import MAX_SIZE, LexConfig, require, require_finite
-
-Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+from .fields_lex import MAX_SIZE, require, require_finite
+from .rotation_lex import Rotation
 
 XPOS_SCALES = ("vector", "scalar", "none")
-
-
-@dataclass(frozen=True)
-class Movable:
-    """What is made once per forward pass, and used by layers that may lie on several devices."""
-
-    def to(self, device: Any, **kwargs: Any) -> Self:
-        """Return the same with all tensors on `device`; accelerate calls this where a model is spread out."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: _moved(value, device, kwargs) for name, value in values.items()})
-
-
-def _moved(value: Any, device: Any, options: dict[str, Any]) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_moved(each, device, options) for each in value)
-    return value.to(device, **options) if isinstance(value, torch.Tensor | Movable) else value
-
-
-@dataclass(frozen=True)
-class Rotation(Movable):
-    """Complex factors for the tokens of one forward pass, stored as (real, imaginary) pairs.
-
-    Attributes:
-        query: Factors for queries, shape `(sequence, head_dim / 2, 2)` or `(batch, sequence, head_dim / 2, 2)`.
-        key: Factors for keys, same shape.
-        shift: Factors that move a key back by one block, shape `(head_dim / 2, 2)`.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    shift: torch.Tensor
-
-
-def rotate(states: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    """Multiply adjacent pairs of channels, read as complex numbers, by complex factors.
-
-    Args:
-        states: Real tensor, shape `(..., head_dim)`; channels `2i` and `2i + 1` are one complex number.
-        factors: Shape broadcastable to `(..., head_dim / 2, 2)`, float32 or float64.
-
-    Returns:
-        A tensor like `states`. Half-precision states are multiplied in float32 and rounded once.
-    """
-    exact = states.to(factors.dtype)
-    if torch.compiler.is_compiling():  # compilers fuse real arithmetic, and call out for complex numbers
-        (a, b), (c, d) = exact.unflatten(-1, (-1, 2)).unbind(-1), factors.unbind(-1)
-        product = torch.stack((a * c - b * d, a * d + b * c), dim=-1).flatten(-2)
-    elif torch.is_grad_enabled() and states.requires_grad:
-        pairs = torch.view_as_complex(exact.unflatten(-1, (-1, 2)))
-        product = torch.view_as_real(pairs * torch.view_as_complex(factors)).flatten(-2)
-    else:  # the same by fewer calls, which counts where single tokens are read
-        complex_dtype = torch.complex128 if factors.dtype == torch.float64 else torch.complex64
-        product = (exact.view(complex_dtype) * torch.view_as_complex(factors)).view(factors.dtype)
-    return product.to(states.dtype)
 
 
 class PositionScheme(nn.Module):
@@ -82,12 +27,12 @@ class PositionScheme(nn.Module):
 
     adds_to_embeddings = False
 
-    def __init__(self, config: LexConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
 
     @classmethod
-    def validate_fields(cls, config: LexConfig) -> None:
+    def validate_fields(cls, config: Any) -> None:
         """Check each field of the config that belongs to this scheme, whether it is in use or not.
 
         Raises:
@@ -95,7 +40,7 @@ class PositionScheme(nn.Module):
         """
 
     @classmethod
-    def validate_sizes(cls, config: LexConfig) -> None:
+    def validate_sizes(cls, config: Any) -> None:
         """Check what this scheme, if it is in use, asks of the sizes of the model and of its fields together.
 
         Raises:
@@ -114,19 +59,31 @@ class PositionScheme(nn.Module):
         """
         return hidden_states
 
-    def rotation(self, slots: torch.Tensor, num_slots: int, block: int | None, like: torch.Tensor) -> Rotation | None:
-        """Return the factors that turn queries and keys.
+    def rotation(
+        self, positions: torch.Tensor, offsets: torch.Tensor, block: int | None, dtype: torch.dtype
+    ) -> Rotation:
+        """Return what a forward pass does to queries and keys.
 
         Args:
-            slots: Slot of each token, shape `(sequence,)` or `(batch, sequence)`, on the device of `like`.
-            num_slots: An upper bound of `slots`, exclusive.
+            positions: Position of each token in its text, shape `(sequence,)` or `(batch, sequence)`.
+            offsets: Slot of each token in its pair of blocks, counted from the second block; its position where there
+                are no blocks. Shape as `positions`.
             block: Block length of the attention pattern; `None` if it has no blocks.
-            like: A tensor whose device and dtype the factors are for.
+            dtype: Dtype of the states.
+        """
+        return Rotation()
+
+    def check_length(self, length: int, block: int | None, dtype: torch.dtype) -> None:
+        """Check that a text of `length` tokens is within the reach of the scheme.
+
+        Args:
+            length: Number of tokens.
+            block: Block length of the attention pattern; `None` if it has no blocks.
+            dtype: Dtype of the states.
 
         Raises:
-            ValueError: If the factors leave the range of the dtype.
+            ValueError: If it is not.
         """
-        return None
 
     def forward(
         self, query_slots: torch.Tensor, key_slots: torch.Tensor, num_slots: int, dtype: torch.dtype
@@ -160,19 +117,20 @@ class RotaryScheme(PositionScheme):
     ζ_i = (2i/d + γ)/(1 + γ) (LEX paper, Eq. 8, 11, 12, Algorithm 1). Algorithm 1 prints ζ^m without B; Eq. 12 and the
     official code divide the exponent by B, and so does this.
 
-    A token in slot s of a pair of blocks of h gets the exponent (s - h)/B, so exponents stay in [-h/B, 2h/B] whatever
-    the length of the text. Without blocks the slot is the position itself, and xPos ends where ζ leaves the dtype.
+    Angles are those of absolute positions. A token in slot s of a pair of blocks of h gets the exponent (s - h)/B, so
+    exponents stay in [-h/B, h/B] whatever the length of the text; when its block becomes the previous one, a key is
+    multiplied by ζ^(h/B). Without blocks the exponent is p/B, and xPos ends where ζ^(p/B) leaves the dtype.
     """
 
     @classmethod
-    def validate_fields(cls, config: LexConfig) -> None:
+    def validate_fields(cls, config: Any) -> None:
         """Check the fields of xPos."""
         require(config.xpos_scale in XPOS_SCALES, "xpos_scale", config.xpos_scale, f"must be one of {XPOS_SCALES}")
         for name in ("rope_theta", "xpos_gamma", "xpos_scale_base"):
             require_finite(config, name, above=0)
 
     @classmethod
-    def validate_sizes(cls, config: LexConfig) -> None:
+    def validate_sizes(cls, config: Any) -> None:
         """Check that channels of a head pair up."""
         require(
             config.head_dim % 2 == 0,
@@ -182,7 +140,7 @@ class RotaryScheme(PositionScheme):
             "rotates pairs: the width of a head must be even",
         )
 
-    def __init__(self, config: LexConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         pairs = torch.arange(config.head_dim // 2, dtype=torch.float64, device="cpu") * 2 / config.head_dim
         angle = config.rope_theta**-pairs
@@ -196,57 +154,42 @@ class RotaryScheme(PositionScheme):
             "none": torch.ones_like(pairs),
         }["none" if is_rope else config.xpos_scale]
         # Plain numbers, not buffers: transformers re-creates non-persistent buffers empty, and `.to(dtype)` rounds
-        # them. From these, tables are made on demand, in float64.
+        # them.
         self._angle: list[float] = angle.tolist()
         self._decay: list[float] = (zeta.log() / config.xpos_scale_base).tolist()
-        self._tables: dict[tuple[int, torch.device, torch.dtype], Tables] = {}
+        self._is_scaled = any(self._decay)
 
-    def rotation(self, slots: torch.Tensor, num_slots: int, block: int | None, like: torch.Tensor) -> Rotation | None:
-        """Return the factors that turn queries and keys; see [`PositionScheme.rotation`]."""
-        dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
-        if block is None:
-            self._check_range(num_slots, like.dtype)
-        if torch.compiler.is_compiling():
-            # A graph with a table would serve its length only, and what a graph makes must not outlive it.
-            places, anchor = slots.double(), block or 0
-            query, key = (
-                self._factors(places, exponents).to(dtype) for exponents in (places - anchor, anchor - places)
-            )
-            edge = places.new_tensor([anchor])
-            return Rotation(query, key, self._factors(-edge, edge)[0].to(dtype))
-        query, key, shift = self._tables_for(num_slots, block or 0, like.device, dtype)
-        return Rotation(query[slots], key[slots], shift)
+    def rotation(
+        self, positions: torch.Tensor, offsets: torch.Tensor, block: int | None, dtype: torch.dtype
+    ) -> Rotation:
+        """Return the factors of queries and keys; see [`PositionScheme.rotation`]."""
+        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        # In float64, also of far positions: an angle of float32 has lost its fraction at position 10^7.
+        place = torch.device("cpu") if positions.device.type == "mps" else positions.device  # MPS has no float64
+        angle = positions.to(place).double()[..., None] * self._constant("_angle", place)
+        factors = torch.stack((angle.cos(), angle.sin()), dim=-1)
+        if positions.dim() == 2:
+            factors = factors[:, None]
+        if not self._is_scaled:
+            factors = factors.to(positions.device, dtype)
+            return Rotation(factors, factors)
+        decay = self._constant("_decay", place)
+        scale = torch.exp(offsets.to(place).double()[..., None] * decay)[..., None]
+        if positions.dim() == 2:
+            scale = scale[:, None]
+        previous = None if block is None else torch.exp(block * decay).repeat_interleave(2).to(positions.device, dtype)
+        query, key = ((factors * exact).to(positions.device, dtype) for exact in (scale, 1 / scale))
+        return Rotation(query, key, previous)
 
-    def _tables_for(self, num_slots: int, anchor: int, device: torch.device, dtype: torch.dtype) -> Tables:
-        """Factors of queries, of keys (a row a slot, at least `num_slots` rows) and of the shift; made once, kept."""
-        tables = self._tables.get((anchor, device, dtype))
-        if tables is not None and tables[0].shape[0] >= num_slots:
-            return tables
-        rows = max(3 * anchor, 1 << (num_slots - 1).bit_length())
-        # Made outside of inference mode, or a model that was evaluated first could not be trained afterwards.
-        with torch.inference_mode(False):
-            slots = torch.arange(rows, dtype=torch.float64, device="cpu")
-            query = self._factors(slots, slots - anchor)
-            key = self._factors(slots, anchor - slots)
-            shift = self._factors(slots.new_tensor([-anchor]), slots.new_tensor([anchor]))[0]
-            tables = (query.to(device, dtype), key.to(device, dtype), shift.to(device, dtype))
-        if type(tables[0]) is torch.Tensor:  # not a tracer's stand-in, which must not outlive the trace
-            self._tables[anchor, device, dtype] = tables
-        return tables
+    def _constant(self, name: str, device: torch.device) -> torch.Tensor:
+        return torch.tensor(getattr(self, name), dtype=torch.float64, device=device)
 
-    def _factors(self, angles: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
-        """e^{iθ·angle} ζ^{exponent/B} in float64, shape `(..., head_dim / 2, 2)`."""
-        angle = angles[..., None] * angles.new_tensor(self._angle)
-        scale = torch.exp(exponents[..., None] * angles.new_tensor(self._decay))
-        return torch.stack((angle.cos() * scale, angle.sin() * scale), dim=-1)
-
-    def _check_range(self, length: int, dtype: torch.dtype) -> None:
-        """Full attention scales position p by ζ^(p/B): refuse texts whose scale would leave the dtype."""
-        steepest = -min(self._decay)
-        if steepest == 0:
+    def check_length(self, length: int, block: int | None, dtype: torch.dtype) -> None:
+        """Check that full attention, which scales position p by ζ^(p/B), stays within the range of the dtype."""
+        if block is not None or not self._is_scaled:
             return
         # Room for states up to 2^4, so that neither end is rounded to zero or infinity.
-        limit = int((-math.log(torch.finfo(dtype).tiny) - 4 * math.log(2)) / steepest)
+        limit = int((-math.log(torch.finfo(dtype).tiny) - 4 * math.log(2)) / -min(self._decay))
         if length > limit:
             raise ValueError(
                 f"xPos with full attention reaches {limit} tokens in {str(dtype).removeprefix('torch.')}; this text "
@@ -255,7 +198,7 @@ class RotaryScheme(PositionScheme):
 
 
 class BiasScheme(PositionScheme):
-    """What ALiBi, T5, KERPLE and Sandwich share: a bias that depends on head and distance alone."""
+    """Base of ALiBi, T5, KERPLE and Sandwich: a bias that depends on head and distance alone."""
 
     def by_distance(self, distance: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the bias at distances 0, 1, …, shape `(num_heads, distances)`.
@@ -289,7 +232,7 @@ class AlibiScheme(BiasScheme):
     """
 
     @classmethod
-    def validate_fields(cls, config: LexConfig) -> None:
+    def validate_fields(cls, config: Any) -> None:
         """Check the fields of ALiBi."""
         known = ("official", "geometric")
         require(config.alibi_slopes in known, "alibi_slopes", config.alibi_slopes, f"must be one of {known}")
@@ -297,7 +240,7 @@ class AlibiScheme(BiasScheme):
             value = getattr(config, name)
             require(value is None or abs(value) <= 100, name, value, "must lie in [-100, 100]: it is an exponent of 2")
 
-    def __init__(self, config: LexConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         heads, shared = config.num_attention_heads, config.alibi_shared_slope
         exponents = _geometric(heads) if config.alibi_slopes == "geometric" else _official(heads)
@@ -331,7 +274,7 @@ class T5Scheme(BiasScheme):
     """
 
     @classmethod
-    def validate_fields(cls, config: LexConfig) -> None:
+    def validate_fields(cls, config: Any) -> None:
         """Check the fields of T5."""
         buckets, longest = config.t5_num_buckets, config.t5_max_distance
         is_even = 2 <= buckets <= MAX_SIZE and buckets % 2 == 0
@@ -339,12 +282,12 @@ class T5Scheme(BiasScheme):
         require(1 <= longest <= MAX_SIZE, "t5_max_distance", longest, f"must be at least 1 and at most {MAX_SIZE}")
 
     @classmethod
-    def validate_sizes(cls, config: LexConfig) -> None:
+    def validate_sizes(cls, config: Any) -> None:
         """Check that distances are left for the second half of the buckets."""
         buckets, longest = config.t5_num_buckets, config.t5_max_distance
         require(longest > buckets // 2, "t5_max_distance", longest, f"must exceed t5_num_buckets / 2 = {buckets // 2}")
 
-    def __init__(self, config: LexConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.num_buckets, self.max_distance = config.t5_num_buckets, config.t5_max_distance
         self.scale = config.head_dim**0.5 if config.t5_scaled else 1.0
@@ -359,7 +302,7 @@ class T5Scheme(BiasScheme):
 
     def by_distance(self, distance: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """The learned number of each distance's bucket."""
-        # The table is asked for, not taken: where weights are offloaded, they come with a call.
+        # Called, not indexed: offloaded weights are loaded by a call.
         table = self.relative_attention_bias(torch.arange(self.num_buckets, device=distance.device))
         return self.scale * table.to(dtype)[self.buckets(distance)].T
 
@@ -372,12 +315,12 @@ class KerpleScheme(BiasScheme):
     """
 
     @classmethod
-    def validate_fields(cls, config: LexConfig) -> None:
+    def validate_fields(cls, config: Any) -> None:
         """Check the fields of KERPLE."""
         known = ("log", "power")
         require(config.kerple_variant in known, "kerple_variant", config.kerple_variant, f"must be one of {known}")
 
-    def __init__(self, config: LexConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.is_log = config.kerple_variant == "log"
         self.r1 = nn.Parameter(torch.empty(config.num_attention_heads))
@@ -407,14 +350,14 @@ class SandwichScheme(BiasScheme):
     """
 
     @classmethod
-    def validate_fields(cls, config: LexConfig) -> None:
+    def validate_fields(cls, config: Any) -> None:
         """Check the fields of Sandwich."""
         width, first = config.sandwich_dim, config.sandwich_first_index
         is_even = 2 <= width <= MAX_SIZE and width % 2 == 0
         require(is_even, "sandwich_dim", width, f"must be even, at least 2 and at most {MAX_SIZE}")
         require(first in (0, 1), "sandwich_first_index", first, "must be 1 (as printed) or 0")
 
-    def __init__(self, config: LexConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.width, self.first = config.sandwich_dim, config.sandwich_first_index
 
@@ -439,13 +382,13 @@ class SmoothedSandwichScheme(SandwichScheme):
     FIT_DISTANCES = 50
 
     @classmethod
-    def validate_fields(cls, config: LexConfig) -> None:
+    def validate_fields(cls, config: Any) -> None:
         """Check the fields of Sandwich and of its fit."""
         super().validate_fields(config)
         known, fit = ("printed", "points"), config.smoothed_sandwich_fit
         require(fit in known, "smoothed_sandwich_fit", fit, f"must be one of {known}")
 
-    def __init__(self, config: LexConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.slope, self.offset = -0.825, -0.8
         if config.smoothed_sandwich_fit == "points":
@@ -470,7 +413,7 @@ class SinusoidalScheme(PositionScheme):
     adds_to_embeddings = True
 
     @classmethod
-    def validate_sizes(cls, config: LexConfig) -> None:
+    def validate_sizes(cls, config: Any) -> None:
         """Check that channels pair up."""
         require(
             config.hidden_size % 2 == 0, "hidden_size", config.hidden_size, "must be even for sinusoidal positions"
@@ -490,7 +433,7 @@ class LearnedScheme(PositionScheme):
 
     adds_to_embeddings = True
 
-    def __init__(self, config: LexConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.embedding = nn.Embedding(config.training_length, config.hidden_size)
 

@@ -1,6 +1,8 @@
-"""The tables and figures of the two papers, made again at the scale that a machine allows.
+"""The tables and figures of the two papers, made again at the scale that a machine allows, and tiny experiments.
 
-`tables` says what each table is, `published` holds the printed figures, `presets` the scales. `running` trains what is
-missing (`models`), measures it (`measuring`, on the texts of `corpora`), compares it with the paper (`statements`) and
-writes a record, which `report` turns into text and pictures.
+`experiment` is the engine: it trains the models that are missing (`models`) and measures them (`measuring`, on the
+texts of `corpora`). `running` makes a table of a paper with it: `tables` says what each is, `presets` at which scales,
+`published` holds the printed figures, `statements` compares with them, and `report` turns the record into text and
+pictures. `extrapolation` compares position schemes with the same engine; `demo` tells the story of one tiny model
+(`tiny`).
 """

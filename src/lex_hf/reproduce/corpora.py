@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lex_hf.data.documents import load_documents
-from lex_hf.data.tokenization import byte_tokenizer, train_tokenizer
+from lex_hf.data.tokenizers import byte_tokenizer, train_tokenizer
+from lex_hf.evaluation.segments import segments_in_turn
 from lex_hf.records import whole_folder
 from lex_hf.reproduce.tiny import standard_library
 from lex_hf.training import recipes
@@ -44,22 +45,21 @@ class Texts:
         return digest.hexdigest()
 
     def summary(self) -> dict[str, Any]:
-        """What the record says of them."""
+        """Return the entry of the texts in a record."""
         size = sum(len(text.encode()) for text in self.documents["text"])
         sources = {"sources": list(self.sources), "documents": len(self.documents)}
         return {"name": self.name, **sources, "bytes": size, "sha256": self.sha256}
 
 
 def training_texts(data: Sequence[str]) -> Texts:
-    """The texts given, or Python's own library without the files that are held back."""
+    """Load the texts given, or Python's own library without the files that are held back."""
     if data:
         return Texts("training", list(data), load_documents(data))
-    filled = [path for path in standard_library().train if path.stat().st_size]
-    return Texts("training", ["the Python standard library"], load_documents(filled))
+    return Texts("training", ["the Python standard library"], standard_library().documents())
 
 
 def test_texts(tests: Sequence[str], data: Sequence[str]) -> list[Texts]:
-    """The sets of test texts: each `NAME=SOURCE`, or `SOURCE` in a set called `test`; a name may come several times.
+    """Load the sets of test texts: each `NAME=SOURCE`, or `SOURCE` in a set called `test`; names may be repeated.
 
     Raises:
         ValueError: If there are training texts but no test texts.
@@ -77,7 +77,7 @@ def test_texts(tests: Sequence[str], data: Sequence[str]) -> list[Texts]:
 
 
 def tokenizer_fingerprint(specification: str, training: Texts) -> str:
-    """What identifies a tokenizer, without making it."""
+    """Return what identifies a tokenizer, without making it."""
     if specification.startswith("bpe:"):
         return f"{specification}:{training.sha256}"
     if Path(specification).is_dir():
@@ -101,10 +101,10 @@ def load_tokenizer(specification: str, training: Texts, folder: Path) -> PreTrai
 
 
 def bpe_size(specification: str) -> int:
-    """The N of `bpe:N`.
+    """Return the N of `bpe:N`.
 
     Raises:
-        ValueError: If it is no number.
+        ValueError: If it is not a number.
     """
     size = specification.removeprefix("bpe:")
     if not size.isdecimal():
@@ -125,8 +125,7 @@ def segments(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: i
         ValueError: If the texts hold none.
     """
     ids = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    starts = range(0, max(map(len, ids)), length)
-    whole = [text[start : start + length] for start in starts for text in ids if start + length <= len(text)]
+    whole = segments_in_turn(ids, length)
     if not whole:
         raise ValueError(
             f"No test text has {length} tokens, the longest {max(map(len, ids))}: give longer texts, or choose a "
@@ -136,7 +135,7 @@ def segments(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: i
 
 
 def long_enough(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[str]:
-    """The texts with at least `length` tokens.
+    """Return the texts with at least `length` tokens.
 
     Raises:
         ValueError: If there are none.

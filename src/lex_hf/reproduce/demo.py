@@ -11,23 +11,24 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
-import evaluate
 import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-import lex_hf
-from lex_hf import LexCache
-from lex_hf.cli.terminal import plain_console
 from lex_hf.evaluation import plots
-from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
+from lex_hf.evaluation.loading import load_for_evaluation
+from lex_hf.evaluation.perplexity import compute_perplexity
+from lex_hf.model.cache_lex import LexCache
 from lex_hf.records import check_folder, read_json, to_json, write_text
+from lex_hf.reproduce.console import plain_console
 from lex_hf.reproduce.tiny import (
     LENGTHS,
+    STEPS,
     TRAINING_LENGTH,
     Corpus,
     check_steps,
+    perplexity_by_length,
     standard_library,
     tiny_config,
     train_tiny,
@@ -41,7 +42,7 @@ _MOST_TOKENS = 10**9
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What the demo measured.
+    """Measurements of the demo.
 
     Attributes:
         perplexity: Perplexity of the held-back files, by system and by length in tokens.
@@ -62,7 +63,7 @@ class DemoResult:
     seconds: dict[str, float]
 
 
-def run(folder: Path, *, steps: int = 1500, generate: int = 2000, console: Console | None = None) -> DemoResult:
+def run(folder: Path, *, steps: int = STEPS, generate: int = 2000, console: Console | None = None) -> DemoResult:
     """Train, evaluate, stream and generate; leave models, results and a plot in `folder`.
 
     Args:
@@ -115,22 +116,11 @@ def _train_all(folder: Path, corpus: Corpus, steps: int, console: Console) -> No
 
 def _evaluate_all(folder: Path, corpus: Corpus, console: Console) -> dict[str, dict[int, float]]:
     """Perplexity of the beginnings of the held-back files, by system and length; the same bytes everywhere."""
-    metric = evaluate.load(lex_hf.metric_path())
     texts = corpus.test_texts()
     table: dict[str, dict[int, float]] = {}
     for (name, scheme), (suffix, pattern) in ((s, p) for s in SCHEMES.items() for p in PATTERNS.items()):
         model, tokenizer = load_for_evaluation(str(folder / scheme), device="cpu", attention_pattern=pattern)
-        table[name + suffix] = {
-            length: metric.compute(
-                predictions=texts,
-                model=model,
-                tokenizer=tokenizer,
-                length=length,
-                batch_size=max(1, 8192 // length),
-                progress=False,
-            )["perplexity"]
-            for length in LENGTHS
-        }
+        table[name + suffix] = perplexity_by_length(model, tokenizer, texts, LENGTHS)
         console.print(f"evaluated {name + suffix}")
     return table
 

@@ -6,25 +6,35 @@ The comparison of the LEX paper's Tables 2 and 5 at the size of `tiny.py`, with 
 import contextlib
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from datasets import Dataset
 from rich.console import Console
 
-from lex_hf.cli.terminal import plain_console
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation import plots
-from lex_hf.evaluation.perplexity import load_for_evaluation
 from lex_hf.model.positions_lex import SCHEMES
 from lex_hf.records import check_file, check_folder, to_json, write_text
+from lex_hf.reproduce import models
+from lex_hf.reproduce.console import plain_console
+from lex_hf.reproduce.corpora import STANDARD_LIBRARY, Texts
+from lex_hf.reproduce.experiment import Experiment, Measured
+from lex_hf.reproduce.measuring import Setting
+from lex_hf.reproduce.models import Job
+from lex_hf.reproduce.presets import preset
+from lex_hf.reproduce.tables import LEX, PRINTED_LENGTH, System, Table
 from lex_hf.reproduce.tiny import (
+    EXAMPLES_PER_STEP,
     LENGTHS,
+    STEPS,
     TRAINING_LENGTH,
+    Corpus,
     check_seeds,
     check_steps,
-    perplexity_by_length,
     standard_library,
     tiny_config,
-    train_tiny,
+    tiny_training,
 )
 
 PATTERNS = {"full": "", "blockwise": " + BCA"}
@@ -39,7 +49,7 @@ class Extrapolation:
         steps: Optimiser steps of each model.
         seeds: Seeds of weights and data order; one model for each and each scheme.
         perplexity: By system (a scheme, with or without BCA), then by length, one value for each seed. Lengths that a
-            scheme cannot read, as learned positions beyond their table, are missing.
+            scheme cannot read, e.g. learned positions beyond their table, are missing.
     """
 
     steps: int
@@ -47,14 +57,14 @@ class Extrapolation:
     perplexity: dict[str, dict[int, list[float]]]
 
     def means(self) -> dict[str, dict[int, float]]:
-        """Mean over the seeds, by system and length."""
+        """Return means over the seeds, by system and length."""
         return {
             system: {length: statistics.fmean(values) for length, values in curve.items()}
             for system, curve in self.perplexity.items()
         }
 
     def markdown(self) -> str:
-        """A table of means, with half the range of the seeds behind ±."""
+        """Return a table of means, each ± half the range over the seeds."""
         lengths = sorted({length for curve in self.perplexity.values() for length in curve})
         rows = [["system", *map(str, lengths)], ["---", *["---:"] * len(lengths)]]
         for system, curve in self.perplexity.items():
@@ -73,7 +83,7 @@ def run(
     *,
     schemes: Sequence[str] = tuple(SCHEMES),
     seeds: Sequence[int] = (0, 1),
-    steps: int = 1500,
+    steps: int = STEPS,
     console: Console | None = None,
 ) -> Extrapolation:
     """Train a tiny model for each scheme and seed, evaluate each at all lengths, write table, plot and JSON.
@@ -96,26 +106,69 @@ def run(
     check_steps(steps)
     check_seeds(seeds)
     if len(configs) < len(schemes):
-        raise ValueError(f"schemes = {', '.join(schemes)}: one is there twice.")
+        raise ValueError(f"schemes = {', '.join(schemes)}: one is given twice.")
     _check_output(folder)
-    corpus = standard_library()
-    examples, texts = corpus.examples(), corpus.test_texts()
-    perplexity: dict[str, dict[int, list[float]]] = {}
-    for scheme, config in configs.items():
-        for seed in seeds:
-            model_folder = folder / f"{scheme}-{steps}-steps-seed-{seed}"
-            if not (model_folder / "config.json").is_file():  # written last
-                train_tiny(config, model_folder, examples, steps=steps, seed=seed)
-            for pattern, suffix in PATTERNS.items():
-                model, tokenizer = load_for_evaluation(str(model_folder), device="cpu", attention_pattern=pattern)
-                for length, value in perplexity_by_length(model, tokenizer, texts, LENGTHS).items():
-                    perplexity.setdefault(scheme + suffix, {}).setdefault(length, []).append(value)
+    models.join_processes(folder)
+    table = _table(schemes)
+    jobs = _jobs(table, seeds, steps)
+    for job in jobs.values():
+        models.adopt(job, folder)
+    experiment = _experiment(folder, table, jobs, standard_library())
+    measured: Measured = {}
+    for scheme in schemes:
+        systems = [scheme + suffix for suffix in PATTERNS.values()]
+        experiment.train(byte_tokenizer(), systems)
+        measured |= experiment.measure(systems)[STANDARD_LIBRARY]
         console.print(f"{scheme}: done")
-    result = Extrapolation(steps, list(seeds), perplexity)
+    result = Extrapolation(steps, list(seeds), _perplexities(measured))
     with contextlib.ExitStack() as last:  # is printed also if it cannot be written
         last.callback(console.print, result.markdown(), markup=False, soft_wrap=True)
         _write(folder, result)
     return result
+
+
+def _table(schemes: Sequence[str]) -> Table:
+    """Return the comparison as a table; its lengths are given at the scale of the LEX paper."""
+    systems = [
+        System(scheme + suffix, {"position_embedding_type": scheme}, pattern)
+        for scheme in schemes
+        for pattern, suffix in PATTERNS.items()
+    ]
+    scale = PRINTED_LENGTH[LEX] // TRAINING_LENGTH
+    return Table("extrapolation", LEX, "chunked", systems, [scale * length for length in LENGTHS])
+
+
+def _jobs(table: Table, seeds: Sequence[int], steps: int) -> dict[tuple[str, int], Job]:
+    """Return the model of each system and seed; folders have had these names since version 0.1.0."""
+    found = {}
+    for system in table.systems:
+        scheme = system.model["position_embedding_type"]
+        for seed in seeds:
+            label = f"{scheme}-{steps}-steps-seed-{seed}"
+            settings = (tiny_training(steps), EXAMPLES_PER_STEP, seed, "bytes", STANDARD_LIBRARY)
+            found[system.name, seed] = Job(tiny_config(scheme), *settings, label=label)
+    return found
+
+
+def _experiment(folder: Path, table: Table, jobs: dict[tuple[str, int], Job], corpus: Corpus) -> Experiment:
+    beginnings = Dataset.from_dict({"text": corpus.test_texts()})
+    return Experiment(
+        Setting(table, replace(preset("tiny", LEX), test_tokens=None), "cpu"),
+        jobs,
+        models=folder,
+        training=Texts("training", ["the Python standard library"], corpus.documents()),
+        tests=[Texts(STANDARD_LIBRARY, ["held-back files of the Python standard library"], beginnings)],
+        report=lambda line: None,
+    )
+
+
+def _perplexities(measured: Measured) -> dict[str, dict[int, list[float]]]:
+    """Return perplexities by system and by length at the scale of `tiny.py`, one for each seed."""
+    scale = PRINTED_LENGTH[LEX] // TRAINING_LENGTH
+    return {
+        system: {int(column) // scale: [each[column].perplexity for each in seeds] for column in seeds[0]}
+        for system, seeds in measured.items()
+    }
 
 
 def _check_output(folder: Path) -> None:

@@ -1,11 +1,9 @@
-"""What is measured of a trained model, column by column; each result is kept with the model and never made twice.
+"""Measurements of a trained model, column by column; each result is kept with the model and never made twice.
 
-A cell has one value for each seed, and behind it values for each document or segment, in the same order for all
+A cell has one value for each seed, and with it values for each document or segment, in the same order for all
 systems, so that differences can be tested in pairs. Perplexities are kept as mean losses in nats per token.
 """
 
-import hashlib
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,23 +14,24 @@ import torch
 from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lex_hf import LexConfig
-from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
+from lex_hf.evaluation.loading import load_for_evaluation
+from lex_hf.evaluation.perplexity import compute_perplexity
 from lex_hf.evaluation.receptive_field import empirical_receptive_field, receptive_field
 from lex_hf.evaluation.resolution import attention_resolution, expected_attention, measure_resolution
-from lex_hf.records import read_json
+from lex_hf.model.configuration_lex import LexConfig
+from lex_hf.records import fingerprint, read_json, write_json
 from lex_hf.reproduce.corpora import Texts, long_enough, segments
-from lex_hf.reproduce.models import write_json
+from lex_hf.reproduce.models import can_read
 from lex_hf.reproduce.presets import Preset
 from lex_hf.reproduce.tables import ERF, JUMP, RESOLUTION, SHARE, VARIATION, System, Table
 
-_VERSION = 1  # of what is measured and how it is kept; a higher one makes all measurements anew
+_VERSION = 1  # of what is measured and how it is kept; a higher one repeats all measurements
 _THRESHOLD = 0.99
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One model, one column.
+    """Measurement of one model in one column.
 
     Attributes:
         value: Mean loss in nats per token, or what the column says.
@@ -46,10 +45,15 @@ class Measurement:
     weights: list[int]
     curve: list[float]
 
+    @property
+    def perplexity(self) -> float:
+        """exp(`value`) of a mean loss; infinite if that exceeds float64."""
+        return torch.tensor(self.value, dtype=torch.float64).exp().item()
+
 
 @dataclass(frozen=True)
 class Setting:
-    """What the measurements of a table have in common.
+    """Settings that all measurements of a table share.
 
     Attributes:
         table: The table.
@@ -79,11 +83,12 @@ def measure(
         progress: Called with what is about to be computed.
 
     Returns:
-        By column.
+        By column; those of lengths that the model cannot read are missing.
     """
     results: dict[str, Measurement] = {}
     loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
-    for printed in setting.table.lengths:
+    config = setting.preset.config(setting.table, system)
+    for printed in (each for each in setting.table.lengths if can_read(config, setting.length(each))):
         place = folder / "measurements" / f"{_key(setting, system, texts, printed)}.json"
         found = _read(place)
         if found is None:
@@ -122,8 +127,7 @@ def _key(setting: Setting, system: System, texts: Texts, printed: int) -> str:
         "texts": texts.sha256,
         **sizes,
     }
-    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-    return f"{table.measure}-{setting.length(printed)}-{digest[:12]}"
+    return f"{table.measure}-{setting.length(printed)}-{fingerprint(content)[:12]}"
 
 
 def _pattern(setting: Setting, system: System) -> dict[str, Any]:
@@ -154,7 +158,7 @@ def _chunked(
 def _last_token(
     setting: Setting, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], printed: int
 ) -> dict[str, Measurement]:
-    """The last tokens of segments of the longest length, after `length` - 1 tokens (Sandwich paper, §3.4)."""
+    """Measure the last tokens of segments of the longest length, after `length` - 1 tokens (Sandwich paper, §3.4)."""
     longest, length = setting.length(setting.table.lengths[-1]), setting.length(printed)
     usable = long_enough(texts, tokenizer, longest)
     result = compute_perplexity(
@@ -177,7 +181,7 @@ def _resolution(
 ) -> dict[str, Measurement]:
     ids = segments(texts, tokenizer, setting.length(printed), setting.preset.measured_segments)
     found = [measure_resolution(model, segment[None], progress=False) for segment in ids]
-    # As many pairs are behind each distance in every segment, so the curve of all is the mean of theirs.
+    # Every segment has as many pairs at each distance, so the curve of all is the mean of theirs.
     layers = [torch.stack(curves).mean(dim=0) for curves in zip(*(each.curves for each in found), strict=True)]
     value = fmean(map(attention_resolution, layers))
     curve = torch.stack(layers).mean(dim=0).tolist()  # all layers have the same pattern
@@ -202,7 +206,7 @@ def _receptive_field(
 
 
 def _jump(curve: torch.Tensor, recent: int) -> int:
-    """The place from the start, in tokens, that has the largest share but for the newest `recent` tokens."""
+    """Return the place from the start, in tokens, that has the largest share but for the newest `recent` tokens."""
     shares = torch.diff(curve, prepend=curve.new_zeros(1))  # newest first
     newest_first = recent + int(shares[recent:].argmax())
     return len(curve) - newest_first
@@ -217,7 +221,7 @@ _MEASURES: dict[str, Callable[..., dict[str, Measurement]]] = {
 
 
 def expectation(setting: Setting, config: LexConfig) -> dict[str, Measurement]:
-    """What a scheme's curve of expected attention is like (LEX paper, Eq. 10 and Figure 2); nothing is trained.
+    """Measure a scheme's curve of expected attention (LEX paper, Eq. 10 and Figure 2); nothing is trained.
 
     Args:
         setting: Table and scale; the curve extends to the table's length.

@@ -4,9 +4,6 @@ The hash is over the fields of the config that differ from the defaults, the tra
 and the training texts; not over versions or hardware, which are recorded beside the model.
 """
 
-import hashlib
-import json
-import platform
 import shutil
 import time
 from collections.abc import Mapping
@@ -19,21 +16,26 @@ from accelerate import PartialState
 from datasets import Dataset
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from lex_hf import LexConfig, LexForCausalLM
-from lex_hf.records import read_json, write_text
-from lex_hf.training.trainer import TrainingInterrupted, last_checkpoint, train, training_arguments
+from lex_hf.model.configuration_lex import LexConfig
+from lex_hf.model.modeling_lex import LexForCausalLM
+from lex_hf.records import fingerprint, hardware, read_json, versions, write_json
+from lex_hf.training.arguments import training_arguments
+from lex_hf.training.interruption import TrainingInterrupted
+from lex_hf.training.run_folder import last_checkpoint
+from lex_hf.training.trainer import TrainingResult, train
 
 DONE = "training.json"  # written when a model is whole
 _IDS = ("bos_token_id", "eos_token_id", "pad_token_id")  # the tokenizer decides them
 _WITHOUT_EFFECT = ("chunked_loss", "use_cache", *_IDS)
 _CHECKPOINTS, _LOGS = 10, 15  # of a training
+LIBRARIES = ("lex-hf", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy", "scipy")
 
 State = Literal["trained", "begun", "missing"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A model that a table needs.
+    """Training of a model that a table needs.
 
     Attributes:
         config: Its configuration, in training.
@@ -42,6 +44,7 @@ class Job:
         seed: Seed of weights and of the order of examples.
         tokenizer: Fingerprint of its tokenizer.
         data: Fingerprint of its training texts.
+        label: Name of its folder; `None` makes one of its identity.
     """
 
     config: LexConfig
@@ -50,9 +53,10 @@ class Job:
     seed: int
     tokenizer: str
     data: str
+    label: str | None = None
 
     def identity(self) -> dict[str, Any]:
-        """All that decides the weights."""
+        """Return all that decides the weights."""
         default = LexConfig().to_dict()
         fields = {name: value for name, value in self.config.to_dict().items() if value != default.get(name)}
         return {
@@ -66,10 +70,12 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name of its folder: the scheme, the training length, the seed and the hash."""
-        digest = hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()
+        """Name of its folder: its label, or the scheme, the training length, the seed and the hash."""
+        if self.label is not None:
+            return self.label
         config = self.config
-        return f"{config.position_embedding_type}-l{config.training_length}-seed{self.seed}-{digest[:12]}"
+        digest = fingerprint(self.identity())[:12]
+        return f"{config.position_embedding_type}-l{config.training_length}-seed{self.seed}-{digest}"
 
     @property
     def steps(self) -> int:
@@ -82,12 +88,12 @@ class Job:
         return self.steps * self.examples_per_step * self.config.training_length
 
     def parameters(self) -> int:
-        """Number of parameters, counted without making them."""
+        """Return the number of parameters, counted without creating them."""
         with torch.device("meta"):
             return int(LexForCausalLM(self.config).num_parameters())
 
     def state(self, models: Path) -> State:
-        """Whether the folder of models holds it."""
+        """Return whether the folder of models holds it, or a checkpoint of it."""
         folder = models / self.name
         if (folder / DONE).is_file():
             return "trained"
@@ -95,7 +101,7 @@ class Job:
 
 
 def ensure(
-    job: Job, models: Path, tokenizer: PreTrainedTokenizerBase, examples: Dataset, tokens_at_once: int
+    job: Job, models: Path, tokenizer: PreTrainedTokenizerBase, examples: Dataset | None, tokens_at_once: int
 ) -> dict[str, Any]:
     """Train a model if it is missing, from its last checkpoint if there is one.
 
@@ -103,33 +109,59 @@ def ensure(
         job: The model.
         models: Folder of all models; it gets a folder of its own there.
         tokenizer: Its tokenizer.
-        examples: Its packed training examples.
+        examples: Its packed training examples; not needed if it is trained.
         tokens_at_once: Tokens of a batch on one device; steps of more are accumulated.
 
     Returns:
         What is recorded of its training, with `trained_now`: whether this call trained it.
 
     Raises:
-        KeyboardInterrupt: If training was stopped; the next call goes on from its checkpoint.
+        KeyboardInterrupt: If training was stopped; the next call resumes it from its checkpoint.
     """
-    folder = models / job.name
-    if job.state(models) == "trained":
-        return {**read_json(folder / DONE), "trained_now": False}
-    begun = job.state(models) == "begun"
+    folder, state = models / job.name, job.state(models)
+    if state != "trained":
+        try:
+            # Without a checkpoint, what a killed process left there is replaced.
+            train_job(job, folder, tokenizer, examples, tokens_at_once, overwrite=True)
+        except TrainingInterrupted as stopped:
+            raise KeyboardInterrupt(
+                f"Training of {job.name} was stopped after {stopped.steps} of {job.steps} steps. The same command "
+                "continues from there."
+            ) from stopped
+    return {**read_json(folder / DONE), "trained_now": state != "trained"}
+
+
+def train_job(
+    job: Job,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    examples: Dataset | None,
+    tokens_at_once: int,
+    *,
+    overwrite: bool = False,
+) -> TrainingResult:
+    """Train a model and save it with a record of its training, from its last checkpoint if there is one.
+
+    Args:
+        job: The model.
+        folder: Its folder.
+        tokenizer: Its tokenizer.
+        examples: Its packed training examples.
+        tokens_at_once: Tokens of a batch on one device; steps of more are accumulated.
+        overwrite: Whether a model may be replaced that is there without a checkpoint.
+
+    Raises:
+        TrainingInterrupted: If training was stopped; the next call resumes it.
+        ValueError: If a model would be replaced.
+    """
+    begun = last_checkpoint(folder) is not None
     PartialState().wait_for_everyone()  # so that no process finds what another is about to write
     arguments = training_arguments(folder, **_arguments(job, tokens_at_once))
     set_seed(job.seed)
     ids = {name: getattr(tokenizer, name) for name in _IDS}
     model = LexForCausalLM(LexConfig(**({**job.config.to_diff_dict(), **ids})))
     start = time.monotonic()
-    try:
-        # Without a checkpoint, what a killed process left there is replaced.
-        result = train(model, tokenizer, examples, arguments, resume=begun, overwrite=not begun)
-    except TrainingInterrupted as stopped:
-        raise KeyboardInterrupt(
-            f"Training of {job.name} was stopped after {stopped.steps} of {job.steps} steps. The same command goes on "
-            "from there."
-        ) from stopped
+    result = train(model, tokenizer, examples, arguments, resume=begun, overwrite=overwrite and not begun)
     done = {
         "name": job.name,
         "identity": job.identity(),
@@ -141,14 +173,31 @@ def ensure(
         "seconds": time.monotonic() - start,
         "resumed": begun,
         "hardware": hardware(),
-        "versions": versions(),
+        "versions": versions(*LIBRARIES),
     }
     if PartialState().is_main_process:
         write_json(folder / DONE, done)
         for checkpoint in folder.glob("checkpoint-*"):
             shutil.rmtree(checkpoint)
     PartialState().wait_for_everyone()
-    return {**done, "trained_now": True}
+    return result
+
+
+def adopt(job: Job, models: Path) -> None:
+    """Note that a model is trained which an earlier version trained without leaving a record.
+
+    Args:
+        job: The model.
+        models: Folder of all models.
+    """
+    folder = models / job.name
+    if (folder / "config.json").is_file() and not (folder / DONE).is_file():  # that file is the last of a model
+        write_json(folder / DONE, {"name": job.name, "steps": job.steps})
+
+
+def can_read(config: LexConfig, length: int) -> bool:
+    """Return whether a model can read texts of `length` tokens; learned positions end with their table."""
+    return config.position_embedding_type != "learned" or length <= config.training_length
 
 
 def _arguments(job: Job, tokens_at_once: int) -> dict[str, Any]:
@@ -174,38 +223,6 @@ def _arguments(job: Job, tokens_at_once: int) -> dict[str, Any]:
 
 
 def join_processes(output: Path) -> None:
-    """Take this process's place among those of a launcher, if there is one, before anything asks who it is."""
-    training_arguments(output, use_cpu=not torch.accelerator.is_available())  # on CPUs they are found only if told so
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write what is read again here: as Python's JSON, which has NaN and Infinity."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-
-
-def hardware() -> dict[str, Any]:
-    """What the computation runs on."""
-    devices = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return {
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "threads": torch.get_num_threads(),
-        "accelerators": devices,
-        "processes": PartialState().num_processes,
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the libraries that the numbers rest on."""
-    from importlib.metadata import version
-
-    libraries = ("lex-hf", "torch", "transformers", "accelerate", "datasets", "tokenizers", "numpy", "scipy")
-    return {"python": platform.python_version()} | {name: _version(version, name) for name in libraries}
-
-
-def _version(find: Any, name: str) -> str:
-    try:
-        return str(find(name))
-    except ModuleNotFoundError:  # run from its sources, without being installed
-        return "not installed"
+    """Take this process's place among those of a launcher, if there is one, before anything depends on its rank."""
+    # On CPUs they are found only with use_cpu.
+    training_arguments(output, use_cpu=not torch.accelerator.is_available())

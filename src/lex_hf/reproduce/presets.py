@@ -1,17 +1,28 @@
-"""Scales at which the tables are made again: `tiny` for two CPU cores, `small` for one GPU, `paper` as printed."""
+"""Scales at which the tables are made again: `tiny` for two CPU cores, `small` for one GPU, `paper` as printed.
+
+Sizes and training are those of recipes ([`lex_hf.training.recipes`]); here is what differs, and how it is measured.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from lex_hf import LexConfig
+from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.reproduce.tables import LEX, System, Table
-from lex_hf.reproduce.tiny import check_steps, tiny_config
+from lex_hf.reproduce.tiny import check_steps
+from lex_hf.training.recipe_files import lex_optimizer
+from lex_hf.training.recipes import Recipe, load_recipe
 
-# Nothing of a model that can be trained: the versions and names that transformers keeps in a config.
-_NOT_A_FIELD = ("transformers_version", "model_type", "architectures", "dtype")
+_SIZES = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "tie_word_embeddings",
+    "chunked_loss",
+)
 
 
 @dataclass(frozen=True)
@@ -30,6 +41,7 @@ class Preset:
         measured_segments: Segments of which resolution and receptive fields are measured.
         needs_data: Whether training texts must be given; else Python's own library serves.
         tokens_at_once: Tokens of a batch, in training on one device and in evaluation.
+        vocabulary: Number of token ids.
     """
 
     name: str
@@ -43,7 +55,7 @@ class Preset:
     measured_segments: int
     needs_data: bool
     tokens_at_once: int
-    vocabulary: int = field(default=50257)
+    vocabulary: int
 
     def config(self, table: Table, system: System) -> LexConfig:
         """The model of a system, for training: full attention within l, unless it is trained with its window.
@@ -101,16 +113,11 @@ def preset(name: str, paper: str, *, length: int | None = None, steps: int | Non
 
 
 def _tiny(paper: str) -> Preset:
-    fields = {name: value for name, value in tiny_config("xpos").to_diff_dict().items() if name not in _NOT_A_FIELD}
-    length, vocabulary = fields.pop("training_length"), fields.pop("vocab_size")
-    return Preset(
+    recipe, steps = load_recipe("tiny"), 1000
+    return _of_recipe(
+        recipe.override([f"max_steps={steps}", f"warmup_steps={recipe.warmup_steps(steps)}"]),
         name="tiny",
-        length=length,
-        model=fields,
-        training={"max_steps": 1000, "warmup_steps": 66, "learning_rate": 2e-3},
-        batch_tokens=16 * length,
         tokenizer="bytes",
-        vocabulary=vocabulary,
         test_tokens=16_384,
         segments=200,
         measured_segments=16,
@@ -121,19 +128,23 @@ def _tiny(paper: str) -> Preset:
 
 def _small(paper: str) -> Preset:
     """17 million parameters: 8 layers of 384, a vocabulary of 8192; 98 million tokens."""
-    return Preset(
+    recipe = load_recipe("small").override(
+        [
+            "training_length=512",
+            "hidden_size=384",
+            "num_attention_heads=6",
+            "intermediate_size=1536",
+            "chunked_loss=false",
+            "max_steps=3000",
+            "examples_per_step=64",
+        ]
+    )
+    if not torch.cuda.is_available():
+        recipe = recipe.override(["bf16=false"])
+    return _of_recipe(
+        recipe,
         name="small",
-        length=512,
-        model={
-            "hidden_size": 384,
-            "num_hidden_layers": 8,
-            "num_attention_heads": 6,
-            "intermediate_size": 1536,
-        },
-        training={"max_steps": 3000, "warmup_steps": 300, "learning_rate": 1e-3, **_mixed_precision()},
-        batch_tokens=64 * 512,
-        tokenizer="bpe:8192",
-        vocabulary=8192,
+        tokenizer=f"bpe:{recipe.model['vocab_size']}",
         test_tokens=65_536,
         segments=400,
         measured_segments=32,
@@ -143,52 +154,38 @@ def _small(paper: str) -> Preset:
 
 
 def _paper(paper: str) -> Preset:
-    return _GPT_MEDIUM if paper == LEX else _GPT_162M
+    return _of_recipe(
+        load_recipe("gpt-medium" if paper == LEX else "sandwich-162m"),
+        name="paper",
+        tokenizer="gpt2",  # part of the hash in the names of model folders
+        test_tokens=None,
+        segments=1000,
+        measured_segments=64,
+        needs_data=True,
+        tokens_at_once=16_384,
+    )
 
 
-def _mixed_precision() -> dict[str, Any]:
-    return {"bf16": True} if torch.cuda.is_available() else {}
+def _of_recipe(recipe: Recipe, **measuring: Any) -> Preset:
+    """Take sizes, training and batch from a recipe; its positions and attention pattern are those of the systems."""
+    length, printed = recipe.model["training_length"], recipe.training
+    training = {name: printed[name] for name in ("max_steps", "learning_rate")}
+    training["warmup_steps"] = recipe.warmup_steps(printed["max_steps"])
+    paper = lex_optimizer()
+    optimizer = {name: printed[name] for name in paper if name in printed}
+    # Left out if it is the paper's, which is the default: folders of models are named after a hash of this.
+    if any(optimizer[name] != paper[name] for name in optimizer if name != "learning_rate"):
+        training |= optimizer
+    if printed.get("bf16"):
+        training["bf16"] = True
+    return Preset(
+        length=length,
+        model={name: recipe.model[name] for name in _SIZES if name in recipe.model},
+        training=training,
+        batch_tokens=recipe.data.examples_per_step * length,
+        vocabulary=recipe.model["vocab_size"],
+        **measuring,
+    )
 
 
-# LEX paper, Table 7; its batch is 512 texts of 1024 tokens.
-_GPT_MEDIUM = Preset(
-    name="paper",
-    length=1024,
-    model={"chunked_loss": True},
-    training={"max_steps": 50_000, "warmup_steps": 20_000, "learning_rate": 3e-4, "bf16": True},
-    batch_tokens=512 * 1024,
-    tokenizer="gpt2",
-    test_tokens=None,
-    segments=1000,
-    measured_segments=64,
-    needs_data=True,
-    tokens_at_once=16_384,
-)
-# Sandwich paper, §3.1 and Table 7, which gives the head dimension as the hidden size; 162 million parameters are those
-# with an LM head of its own. What it leaves to the defaults of GPT-NeoX is as there (configs/125M.yml).
-_GPT_162M = replace(
-    _GPT_MEDIUM,
-    length=512,
-    model={
-        "hidden_size": 768,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "intermediate_size": 3072,
-        "tie_word_embeddings": False,
-        "chunked_loss": True,
-    },
-    training={
-        "max_steps": 50_000,
-        "warmup_steps": 500,
-        "learning_rate": 6e-4,
-        "lr_scheduler_type": "cosine",
-        "adam_beta1": 0.9,
-        "adam_beta2": 0.999,
-        "adam_epsilon": 1e-8,
-        "weight_decay": 0.0,
-        "max_grad_norm": 1.0,
-        "bf16": True,
-    },
-    batch_tokens=32 * 512,
-)
 PRESETS = {"tiny": _tiny, "small": _small, "paper": _paper}

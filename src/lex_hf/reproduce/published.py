@@ -12,7 +12,7 @@ class Published:
     """One table or figure of a paper.
 
     Attributes:
-        name: Its name here, as `lex-table2`.
+        name: Its name here, e.g. `lex-table2`.
         paper: Title of the paper.
         id: Its arXiv number.
         where: Its number in the paper.
@@ -36,7 +36,7 @@ class Published:
     printed: Mapping[str, Mapping[str, Mapping[str, str]]]
 
     def corpus_for(self, name: str) -> str | None:
-        """The corpus of the paper that a set of texts stands for: the one of its name or kind, else the first.
+        """Return the corpus of the paper that a set of texts stands for: the one of its name or kind, else the first.
 
         Returns:
             Its name, or `None` if the paper prints no numbers.
@@ -54,7 +54,7 @@ def load(name: str) -> Published:
     """Read the printed figures of a table.
 
     Args:
-        name: As `lex-table2`.
+        name: Name of the table, e.g. `lex-table2`.
     """
     content = json.loads((files("lex_hf.reproduce") / "papers" / f"{name}.json").read_text(encoding="utf-8"))
     values: dict[str, dict[str, dict[str, float]]] = {}

@@ -34,7 +34,7 @@ def write(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def render(record: Mapping[str, Any]) -> str:
-    """The report as Markdown."""
+    """Render the report as Markdown."""
     blocks = [*_introduction(record)]
     for name, result in record["results"].items():
         blocks += [f"## {_heading_of(name, result)}", *_results(record, name, result)]
@@ -100,7 +100,7 @@ def _counted(verdicts: Sequence[str]) -> str:
 
 
 def _comparison_table(record: Mapping[str, Any], result: Mapping[str, Any]) -> str:
-    """Our row of each system, and under it the printed one."""
+    """Return a table with our row of each system, and under it the printed one."""
     printed = record["published"]["printed"].get(result["corpus"], {})
     rows = [["system", *(_column_title(record, column) for column in record["columns"])]]
     rows.append(["---", *["---:"] * len(record["columns"])])
@@ -208,7 +208,7 @@ def _place(record: Mapping[str, Any], place: Any) -> str:
 
 
 def _evidence(record: Mapping[str, Any], part: Mapping[str, Any]) -> str:
-    """The difference with its interval, as a ratio of perplexities where they are, and the test."""
+    """Return the difference with its interval, as a ratio of perplexities where they are, and the test."""
     if "difference" not in part:
         return str(part["reason"])
     what = "ratio" if record["perplexity"] else "difference"
@@ -283,7 +283,7 @@ def _markdown(rows: Sequence[Sequence[str]]) -> str:
 
 
 def pictures(record: Mapping[str, Any]) -> dict[str, Figure]:
-    """The pictures of a record, by file name."""
+    """Draw the pictures of a record; return them by file name."""
     found = {}
     for name, result in record["results"].items():
         for file, systems in zip(_picture_names(record, name), _groups(record), strict=False):
@@ -298,7 +298,7 @@ def _picture_names(record: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _groups(record: Mapping[str, Any]) -> list[list[str]]:
-    """The systems of each picture: all in one, or group by group if they are more than there are styles of lines."""
+    """Return the systems of each picture: all in one, or group by group if there are more than styles of lines."""
     systems, most = record["systems"], len(plots.STYLES)
     groups: dict[str, list[str]] = {}
     for name, system in systems.items():

@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from datasets import Dataset
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from lex_hf.cli.terminal import plain_console
-from lex_hf.data.documents import pack
 from lex_hf.evaluation.loading import find_device
-from lex_hf.records import check_file, check_folder
+from lex_hf.records import check_file, check_folder, hardware, versions
 from lex_hf.reproduce import corpora, models, published, report, tables
+from lex_hf.reproduce.console import plain_console
 from lex_hf.reproduce.corpora import Texts
-from lex_hf.reproduce.measuring import Measurement, Setting, expectation, measure
+from lex_hf.reproduce.experiment import Experiment, Measured, distinct
+from lex_hf.reproduce.measuring import Measurement, Setting, expectation
 from lex_hf.reproduce.models import Job
 from lex_hf.reproduce.presets import Preset, preset
 from lex_hf.reproduce.statements import Cell, is_perplexity, marks, statements
@@ -34,10 +33,10 @@ _UNKNOWN = "not given"  # fingerprint of texts in a plan made without them
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for.
+    """Request for a table.
 
     Attributes:
-        table: Name of the table, as `lex-table2`.
+        table: Name of the table, e.g. `lex-table2`.
         preset: `tiny`, `small` or `paper`.
         output: Folder of everything: models are shared by all tables that are made there.
         data: Training texts, as `load_documents` reads them; Python's own library if there are none and it is `tiny`.
@@ -46,7 +45,7 @@ class Request:
         steps: Optimiser steps, instead of the preset's.
         length: l in tokens, instead of the preset's.
         tokenizer: `bytes`, `bpe:N`, or a folder or Hub id, instead of the preset's.
-        also: Further systems, as `sandwich` or `kerple+bca`.
+        also: Further systems, e.g. `sandwich` or `kerple+bca`.
         segments: Number of segments under `last_token`, instead of the preset's.
         device: Where models are measured; a GPU if there is one.
     """
@@ -66,7 +65,7 @@ class Request:
 
 
 class Plan:
-    """What a request comes to, before anything is trained."""
+    """Models and measurements that a request needs, before anything is trained."""
 
     def __init__(self, request: Request) -> None:
         """Resolve names and settings.
@@ -82,7 +81,7 @@ class Plan:
         self.preset = _preset(request, self.table)
         self.configs = {system.name: self.preset.config(self.table, system) for system in self.table.systems}
         if len(self.configs) < len(self.table.systems):
-            raise ValueError(f"--also {' '.join(request.also)}: a system is there twice.")
+            raise ValueError(f"--also {' '.join(request.also)}: a system is given twice.")
 
     @property
     def models(self) -> Path:
@@ -96,17 +95,17 @@ class Plan:
 
     @property
     def trains(self) -> bool:
-        """Whether the table needs trained models."""
+        """True if the table needs trained models."""
         return self.table.measure != "expectation"
 
     @property
     def has_data(self) -> bool:
-        """Whether there are texts to train on."""
+        """True if there are texts to train on."""
         return bool(self.request.data) or not self.preset.needs_data
 
     @cached_property
     def training(self) -> Texts:
-        """The training texts.
+        """Training texts.
 
         Raises:
             ValueError: If none are given and the preset needs them.
@@ -119,11 +118,11 @@ class Plan:
 
     @cached_property
     def tests(self) -> list[Texts]:
-        """The sets of test texts."""
+        """Sets of test texts."""
         return corpora.test_texts(self.request.tests, self.request.data)
 
     def job(self, system: System, seed: int) -> Job:
-        """The model of a system and a seed."""
+        """Return the model of a system and a seed."""
         config = self.configs[system.name]
         data = self.training.sha256 if self.has_data else _UNKNOWN
         tokenizer = self.preset.tokenizer
@@ -132,17 +131,18 @@ class Plan:
         return Job(config, self.preset.training, examples, seed, fingerprint, data)
 
     @cached_property
+    def jobs_by_system(self) -> dict[tuple[str, int], Job]:
+        """Model of each system and seed."""
+        systems = self.table.systems if self.trains else ()
+        return {(system.name, seed): self.job(system, seed) for system in systems for seed in self.request.seeds}
+
+    @property
     def jobs(self) -> list[tuple[Job, list[str]]]:
-        """The models, and the systems that each serves; systems that differ in evaluation only share one."""
-        found: dict[str, tuple[Job, list[str]]] = {}
-        for system in self.table.systems if self.trains else ():
-            for seed in self.request.seeds:
-                job = self.job(system, seed)
-                found.setdefault(job.name, (job, []))[1].append(system.name)
-        return list(found.values())
+        """Each model once, and the systems that it serves."""
+        return distinct(self.jobs_by_system)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan, ready for JSON: models to train with parameters, steps and tokens, and what is measured."""
+        """Return the plan, ready for JSON: models to train with parameters, steps and tokens, and what is measured."""
         return {
             "table": self.table.name,
             "preset": self.preset.name,
@@ -191,14 +191,14 @@ def run(request: Request, *, console: Console | None = None) -> dict[str, Any]:
     """Make a table; models and measurements that are there are not made again.
 
     Args:
-        request: What is asked for.
+        request: The table and its scale.
         console: Where to print.
 
     Returns:
         The record, as written to `record.json` beside `report.md` and the pictures.
 
     Raises:
-        KeyboardInterrupt: If training was stopped; the same call goes on.
+        KeyboardInterrupt: If training was stopped; the same call resumes it.
         ValueError: If the request, or its texts, are impossible, the output cannot be written to, or there is no such
             device; all that before any work.
     """
@@ -207,9 +207,10 @@ def run(request: Request, *, console: Console | None = None) -> dict[str, Any]:
     _check_output(plan)
     models.join_processes(request.output)
     console = (console or plain_console()) if PartialState().is_main_process else plain_console(quiet=True)
-    trained = _train(plan, console)
+    experiment = _experiment(plan, console) if plan.trains else None
+    trained = [] if experiment is None else experiment.train(_tokenizer(plan))
     trained_for = time.monotonic() - start
-    results = _measure_all(plan, console) if plan.trains else {report.NO_TEXTS: _expectations(plan)}
+    results = {report.NO_TEXTS: _expectations(plan)} if experiment is None else experiment.measure()
     record = {
         **_heading(plan),
         "models": [{**each, "systems": systems} for each, systems in trained],
@@ -239,47 +240,23 @@ def _write(folder: Path, record: dict[str, Any], console: Console) -> None:
         raise
 
 
-def _train(plan: Plan, console: Console) -> list[tuple[dict[str, Any], list[str]]]:
-    if not plan.jobs:
-        return []
-    _ = plan.tests  # texts that cannot be read fail before hours of training
+def _experiment(plan: Plan, console: Console) -> Experiment:
+    return Experiment(
+        Setting(plan.table, plan.preset, plan.request.device),
+        plan.jobs_by_system,
+        models=plan.models,
+        training=plan.training,
+        tests=plan.tests,  # texts that cannot be read fail before hours of training
+        report=lambda line: console.print(line, markup=False, highlight=False),
+    )
+
+
+def _tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
     with PartialState().main_process_first():
-        tokenizer = corpora.load_tokenizer(plan.preset.tokenizer, plan.training, plan.request.output / "tokenizers")
-    packed: dict[int, Dataset] = {}
-    trained = []
-    for number, (job, systems) in enumerate(plan.jobs, start=1):
-        state, length = job.state(plan.models), job.config.training_length
-        console.print(f"Model {number} of {len(plan.jobs)}, {job.name}: {_DOES[state]}", highlight=False)
-        if state != "trained" and length not in packed:
-            packed[length] = _pack(plan, tokenizer, length)
-        done = models.ensure(job, plan.models, tokenizer, packed.get(length), plan.preset.tokens_at_once)
-        trained.append((done, systems))
-    return trained
+        return corpora.load_tokenizer(plan.preset.tokenizer, plan.training, plan.request.output / "tokenizers")
 
 
-_DOES = {"trained": "is there", "begun": "goes on from its checkpoint", "missing": "is trained"}
-
-
-def _pack(plan: Plan, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
-    with PartialState().main_process_first():
-        return pack(plan.training.documents, tokenizer, length)
-
-
-def _measure_all(plan: Plan, console: Console) -> dict[str, dict[str, list[dict[str, Measurement]]]]:
-    """By test set and system, for each seed the measurements by column."""
-    setting = Setting(plan.table, plan.preset, plan.request.device)
-    results: dict[str, dict[str, list[dict[str, Measurement]]]] = {}
-    for texts in plan.tests:
-        for system in plan.table.systems:
-            folders = [plan.models / plan.job(system, seed).name for seed in plan.request.seeds]
-            results.setdefault(texts.name, {})[system.name] = [
-                measure(setting, system, folder, texts, lambda what: console.print(f"Measuring {what}", markup=False))
-                for folder in folders
-            ]
-    return results
-
-
-def _expectations(plan: Plan) -> dict[str, list[dict[str, Measurement]]]:
+def _expectations(plan: Plan) -> Measured:
     setting = Setting(plan.table, plan.preset, None)
     return {name: [expectation(setting, config)] for name, config in plan.configs.items()}
 
@@ -308,12 +285,12 @@ def _heading(plan: Plan) -> dict[str, Any]:
         "seeds": list(plan.request.seeds) if plan.trains else [],
         "data": plan.training.summary() if plan.trains else None,
         "tests": {texts.name: texts.summary() for texts in plan.tests} if plan.trains else {},
-        "versions": models.versions(),
-        "hardware": models.hardware(),
+        "versions": versions(*models.LIBRARIES),
+        "hardware": hardware(),
     }
 
 
-def _result(plan: Plan, name: str, measured: dict[str, list[dict[str, Measurement]]]) -> dict[str, Any]:
+def _result(plan: Plan, name: str, measured: Measured) -> dict[str, Any]:
     printed = published.load(plan.table.name)
     corpus = printed.corpus_for(name)
     cells = {
@@ -351,7 +328,7 @@ def _cell(seeds: Sequence[Measurement], *, exact: bool) -> Cell:
 
 
 def _mean_curves(seeds: Sequence[dict[str, Measurement]]) -> dict[str, list[float]]:
-    """By column, the mean over the seeds of what is drawn."""
+    """Return the mean over the seeds of what is drawn, by column."""
     drawn = {column: [each[column].curve for each in seeds] for column, first in seeds[0].items() if first.curve}
     return {
         column: [sum(values) / len(values) for values in zip(*curves, strict=True)] for column, curves in drawn.items()

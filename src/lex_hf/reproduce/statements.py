@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 from scipy import stats
 
-from lex_hf.evaluation.comparison import CONFIDENCE_LEVEL, SIGNIFICANCE_LEVEL, bootstrap_interval, compare_values
+from lex_hf.evaluation.comparison import SIGNIFICANCE_LEVEL, compare_values
+from lex_hf.evaluation.statistics import CONFIDENCE_LEVEL, bootstrap_interval
 from lex_hf.reproduce.published import Published
 from lex_hf.reproduce.tables import Link, Place, Relation, Table
 
@@ -83,11 +84,11 @@ class Difference:
 
     @property
     def significant(self) -> bool:
-        """Whether it is not 0, at the level `SIGNIFICANCE_LEVEL`."""
+        """True if it is not 0, at the level `SIGNIFICANCE_LEVEL`."""
         return self.p_value is not None and self.p_value < SIGNIFICANCE_LEVEL
 
     def shows(self, relation: Relation, bound: float = 0.0) -> Verdict:
-        """Whether it bears out a relation.
+        """Return whether it supports a relation.
 
         Args:
             relation: Left is lower, higher, or not farther away than `bound`.
@@ -151,13 +152,13 @@ def _t_interval(values: Any) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Statement:
-    """One sentence of a report.
+    """Sentence of a report.
 
     Attributes:
         text: What the paper says, or what its numbers say.
         kind: `"claim"` for what its text says, `"order"` and `"trend"` for its numbers.
         verdict: Whether ours agree: all parts do, or one of them does not.
-        parts: The comparisons behind it, with numbers.
+        parts: The comparisons it rests on, with numbers.
     """
 
     text: str
@@ -193,12 +194,12 @@ def statements(table: Table, published: Published, corpus: str | None, cells: Ce
 
 
 def is_perplexity(table: Table) -> bool:
-    """Whether cells hold mean losses, of which the report shows the exponential."""
+    """Return whether cells hold mean losses, of which the report shows the exponential."""
     return table.measure in ("chunked", "last_token")
 
 
 def _orders(table: Table, printed: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, list[Link]]]:
-    """For each column, all pairs of systems of a group to which the paper gives different values."""
+    """Yield for each column all pairs of systems of a group to which the paper gives different values."""
     groups = {system.name: system.group for system in table.systems}
     for column in table.column_names:
         rows = [name for name in groups if column in printed.get(name, {})]
@@ -212,7 +213,7 @@ def _orders(table: Table, printed: Mapping[str, Mapping[str, float]]) -> Iterato
 
 
 def _trends(table: Table, printed: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, list[Link]]]:
-    """For each system, where the printed value rises or falls from one length to the next."""
+    """Yield for each system where the printed value rises or falls from one length to the next."""
     for system in table.systems:
         row = printed.get(system.name, {})
         columns = [column for column in table.column_names if column in row]
@@ -256,7 +257,7 @@ def _part(link: Link, cells: Cells, logarithmic: bool) -> dict[str, Any]:
 
 
 def _bound(link: Link, right: Cell | float, logarithmic: bool) -> float:
-    """How far `≈` lets the two be apart."""
+    """Return how far apart `≈` allows the two to be."""
     if logarithmic:
         return math.log(link.factor)
     return (link.factor - 1) * abs(right.mean if isinstance(right, Cell) else right)

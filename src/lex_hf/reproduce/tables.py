@@ -1,7 +1,7 @@
-"""What the papers' tables and figures are made of, as data: systems, lengths, measurement, and what the text claims.
+"""The papers' tables and figures as data: systems, lengths, measurement, and what the text claims.
 
 Lengths, windows and training lengths stand here as the papers print them, in tokens; at another training length l they
-are scaled by l over the printed one. To add a table, add a row to `TABLES` and its printed figures to `published/`.
+are scaled by l over the printed one. To add a table, add a row to `TABLES` and its printed figures to `papers/`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,10 +24,10 @@ VARIATION, RESOLUTION = "total variation beyond l/2", "resolution R(g)"
 
 @dataclass(frozen=True)
 class System:
-    """A row of a table: a model, and how it is evaluated.
+    """Row of a table: a model, and how it is evaluated.
 
     Attributes:
-        name: Name of the row, the one in `published/` if the paper prints the row.
+        name: Name of the row, the one in `papers/` if the paper prints the row.
         model: Fields of the model's `LexConfig` that make the system.
         pattern: Attention pattern at evaluation.
         window: Printed width of the sliding window in tokens; `None` is l.
@@ -47,7 +47,7 @@ class System:
 
 @dataclass(frozen=True)
 class Link:
-    """Something between two measurements, or a measurement and a number, that should hold."""
+    """Relation between two measurements, or a measurement and a number, that should hold."""
 
     left: Place
     relation: Relation
@@ -57,7 +57,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Claim:
-    """What a paper says of a table: all links hold."""
+    """Statement of a paper about a table: all links hold."""
 
     text: str
     links: Sequence[Link]
@@ -65,10 +65,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Table:
-    """One table or figure.
+    """Table or figure.
 
     Attributes:
-        name: As `lex-table2`.
+        name: Its name, e.g. `lex-table2`.
         paper: `LEX` or `SANDWICH`.
         measure: What is measured, and under which protocol.
         systems: Its rows, and further ones that its claims need.
@@ -94,39 +94,39 @@ class Table:
 
     @property
     def column_names(self) -> list[str]:
-        """Names of the columns, as in `published/`."""
+        """Names of the columns, as in `papers/`."""
         return list(self.columns) if self.columns is not None else [str(length) for length in self.lengths]
 
     def scaled(self, printed: int, length: int) -> int:
-        """A printed number of tokens at the training length `length`, at least 1."""
+        """Return a printed number of tokens at the training length `length`, at least 1."""
         return max(1, round(printed * length / self.printed_length))
 
 
 def falls(system: str, lengths: Sequence[int]) -> Claim:
-    """Perplexity falls from each length to the next."""
+    """Claim that perplexity falls from each length to the next."""
     links = [Link((system, str(b)), "<", (system, str(a))) for a, b in pairwise(lengths)]
     return Claim(f"{system} falls at every step from {_printed(lengths[0])} to {_printed(lengths[-1])}", links)
 
 
 def rises(system: str, start: int, lengths: Sequence[int]) -> Claim:
-    """Perplexity is higher at each of the lengths than at the start."""
+    """Claim that perplexity is higher at each of the lengths than at the start."""
     links = [Link((system, str(each)), ">", (system, str(start))) for each in lengths]
     return Claim(f"{system} is higher at every length beyond {_printed(start)}", links)
 
 
 def lower(a: str, b: str, length: int, *, or_equal: bool = False) -> Claim:
-    """Perplexity of one system is lower than that of another."""
+    """Claim that the perplexity of one system is lower than that of another."""
     sign = "≤" if or_equal else "<"
     return Claim(f"{a} {sign} {b} at {_printed(length)}", [Link((a, str(length)), "<", (b, str(length)))])
 
 
 def higher(a: str, b: str, length: int) -> Claim:
-    """The resolution of one system is higher than that of another."""
+    """Claim that the resolution of one system is higher than that of another."""
     return Claim(f"{a} > {b} at {_printed(length)}", [Link((a, str(length)), ">", (b, str(length)))])
 
 
 def holds(system: str, start: int, stop: int, factor: float = 1.1) -> Claim:
-    """Perplexity stays what it was, within a factor."""
+    """Claim that perplexity stays the same, within a factor."""
     link = Link((system, str(stop)), "≈", (system, str(start)), factor)
     return Claim(f"{system} stays within a factor of {factor:g} from {_printed(start)} to {_printed(stop)}", [link])
 
@@ -426,7 +426,7 @@ def find(name: str) -> Table:
 
 
 def further_system(text: str) -> System:
-    """A system that no table has, from a scheme and a pattern: `sandwich`, `kerple+bca`, `rope+sliding`.
+    """Return a system that no table has, from a scheme and a pattern: `sandwich`, `kerple+bca`, `rope+sliding`.
 
     Raises:
         ValueError: If the pattern is unknown. An unknown scheme fails in its `LexConfig`.

@@ -5,20 +5,28 @@ Nothing is downloaded, and what a model is tested on it was never trained on.
 
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from datasets import Dataset
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lex_hf import LexConfig, LexForCausalLM
-from lex_hf.data.documents import load_documents, pack
-from lex_hf.data.tokenization import byte_tokenizer
+from lex_hf.data.documents import load_documents
+from lex_hf.data.packing import pack
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity
-from lex_hf.training.trainer import TrainingInterrupted, TrainingResult, last_checkpoint, train, training_arguments
+from lex_hf.model.configuration_lex import LexConfig
+from lex_hf.reproduce.models import Job, can_read, join_processes, train_job
+from lex_hf.training.interruption import TrainingInterrupted
+from lex_hf.training.recipes import load_recipe
+from lex_hf.training.trainer import TrainingResult
 
-TRAINING_LENGTH = 128
+RECIPE = load_recipe("tiny")
+TRAINING_LENGTH: int = RECIPE.model["training_length"]  # 128 bytes
+STEPS: int = RECIPE.training["max_steps"]
+EXAMPLES_PER_STEP = cast(int, RECIPE.data.examples_per_step)
+TOKENS_AT_ONCE = 8192
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
 
 LARGEST_SEED = 2**32 - 1  # of NumPy
@@ -38,13 +46,16 @@ class Corpus:
     test: list[Path]
     long: Path
 
+    def documents(self) -> Dataset:
+        """Return the training files, in the column `text`."""
+        return load_documents([path for path in self.train if path.stat().st_size])
+
     def examples(self) -> Dataset:
-        """The training files as packed examples of `TRAINING_LENGTH` bytes."""
-        filled = [path for path in self.train if path.stat().st_size]
-        return pack(load_documents(filled), byte_tokenizer(), TRAINING_LENGTH)
+        """Return the training files as packed examples of `TRAINING_LENGTH` bytes."""
+        return pack(self.documents(), byte_tokenizer(), TRAINING_LENGTH)
 
     def test_texts(self) -> list[str]:
-        """The beginnings of the held-back files."""
+        """Return the beginnings of the held-back files."""
         return [path.read_bytes()[:_BYTES_OF_A_TEST_FILE].decode(errors="ignore") for path in self.test]
 
 
@@ -76,7 +87,7 @@ def check_seeds(seeds: Sequence[int]) -> None:
     """Check seeds of several trainings.
 
     Raises:
-        ValueError: If there are none, one is there twice, or one is not from 0 to `LARGEST_SEED`.
+        ValueError: If there are none, one is given twice, or one is not from 0 to `LARGEST_SEED`.
     """
     if not seeds or len(set(seeds)) < len(seeds) or min(seeds) < 0 or max(seeds) > LARGEST_SEED:
         raise ValueError(
@@ -86,49 +97,47 @@ def check_seeds(seeds: Sequence[int]) -> None:
 
 
 def tiny_config(scheme: str, **fields: Any) -> LexConfig:
-    """A model of bytes with 4 layers of 96, l = 128, and a position scheme; `fields` are added.
+    """Return the configuration of a byte model with 4 layers of 96, l = 128, and a position scheme.
 
     Distances scale with l: B = l/2 as in the LEX paper, and T5's last bucket begins at l/4 as in the Sandwich paper,
     whose T5 baseline also multiplies the table by √head_dim; unscaled, few steps teach it next to nothing.
+
+    Args:
+        scheme: Position scheme, a name in `SCHEMES`.
+        fields: Further fields of `LexConfig`.
     """
-    return LexConfig(
-        vocab_size=257,
-        hidden_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        intermediate_size=384,
-        training_length=TRAINING_LENGTH,
-        position_embedding_type=scheme,
-        xpos_scale_base=TRAINING_LENGTH // 2,
-        t5_max_distance=TRAINING_LENGTH // 4,
-        t5_scaled=True,
-        bos_token_id=256,
-        eos_token_id=256,
-        pad_token_id=256,
-        **fields,
-    )
+    model = RECIPE.model | {"position_embedding_type": scheme} | fields
+    return replace(RECIPE, model=model).config()
+
+
+def tiny_training(steps: int) -> dict[str, Any]:
+    """Return the fields of `TrainingArguments` that decide the weights of a tiny model.
+
+    Args:
+        steps: Optimiser steps.
+    """
+    warmup = min(steps - 1, max(1, RECIPE.warmup_steps(steps)))
+    return {"max_steps": steps, "learning_rate": RECIPE.training["learning_rate"], "warmup_steps": warmup}
 
 
 def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int, seed: int = 0) -> TrainingResult:
     """Train a model, 16 examples a step, and save it in `folder`; from the last checkpoint there, if there is one.
 
+    Args:
+        config: Its configuration, from [`tiny_config`].
+        folder: Its folder.
+        examples: Packed examples of `TRAINING_LENGTH` bytes.
+        steps: Optimiser steps.
+        seed: Seed of weights and of the order of examples.
+
     Raises:
-        KeyboardInterrupt: If training was stopped; the same call goes on from its checkpoint.
+        KeyboardInterrupt: If training was stopped; the same call resumes it from its checkpoint.
+        ValueError: If `folder` holds another model.
     """
-    set_seed(seed)
-    model = LexForCausalLM(config)
-    arguments = training_arguments(
-        folder,
-        max_steps=steps,
-        per_device_train_batch_size=16,
-        learning_rate=2e-3,
-        warmup_steps=min(steps - 1, max(1, steps // 15)),
-        logging_steps=max(1, steps // 15),
-        save_strategy="no",
-        seed=seed,
-    )
+    join_processes(folder)
+    job = Job(config, tiny_training(steps), EXAMPLES_PER_STEP, seed, "bytes", "examples given", label=folder.name)
     try:
-        return train(model, byte_tokenizer(), examples, arguments, resume=last_checkpoint(folder) is not None)
+        return train_job(job, folder, byte_tokenizer(), examples, TOKENS_AT_ONCE)
     except TrainingInterrupted as stopped:
         raise KeyboardInterrupt(
             f"Training was stopped after {stopped.steps} of {steps} steps, which are saved in {folder}."
@@ -138,15 +147,21 @@ def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int
 def perplexity_by_length(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], lengths: Sequence[int]
 ) -> dict[int, float]:
-    """Perplexity under the protocol `chunked` at each length, over the same bytes; lengths past the model's end miss.
+    """Measure perplexity under the protocol `chunked` at several lengths, over the same bytes.
 
-    A model with learned positions has no perplexity beyond its table: it ends with an error, and so does this dict.
+    Args:
+        model: A LEX model.
+        tokenizer: Its tokenizer.
+        texts: Texts to measure it on.
+        lengths: Tokens of a segment.
+
+    Returns:
+        Perplexity by length; lengths that the model cannot read are missing.
     """
     curve = {}
     for length in lengths:
-        if model.config.position_embedding_type == "learned" and length > model.config.training_length:
-            break
-        batch_size = max(1, 8192 // length)
-        result = compute_perplexity(model, tokenizer, texts, length=length, batch_size=batch_size, progress=False)
-        curve[length] = result.perplexity
+        if can_read(model.config, length):
+            batch_size = max(1, TOKENS_AT_ONCE // length)
+            result = compute_perplexity(model, tokenizer, texts, length=length, batch_size=batch_size, progress=False)
+            curve[length] = result.perplexity
     return curve

@@ -1,4 +1,4 @@
-"""What a training will take: parameters, tokens, memory and arithmetic, before anything starts."""
+"""Estimates of a training before it starts: parameters, tokens, memory and arithmetic."""
 
 import reprlib
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ _OPTIMIZER_BYTES = {"adamw_torch": 8, "adamw_torch_fused": 8, "sgd": 0, "adagrad
 HOW_MEMORY_IS_ESTIMATED = (
     "Weights and gradients: 4 bytes for each parameter. Optimiser: 8 bytes more for AdamW. Activations: the bytes "
     "that PyTorch keeps for the backward pass of one batch, counted in a forward pass of this very model on tensors "
-    "without storage (with activation checkpointing: what the layers hand on, and one layer in full), and the "
+    "without storage (with activation checkpointing: the outputs of the layers, and one layer in full), and the "
     "gradient of the logits where they exist. Not counted: workspaces of kernels, buffers of communication, "
-    "fragmentation, and what the device's own software takes."
+    "fragmentation, and the memory of the device's own software."
 )
 
 
@@ -31,8 +31,8 @@ class Memory:
     Attributes:
         weights: Parameters.
         gradients: Their gradients.
-        optimizer: State of the optimiser; `None` if it is one that is not known here.
-        activations: What the backward pass needs of one batch.
+        optimizer: State of the optimiser; `None` for an unknown one.
+        activations: Tensors of one batch that the backward pass needs.
     """
 
     weights: int
@@ -48,11 +48,11 @@ class Memory:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a training will take.
+    """Estimate of the resources of a training.
 
     Attributes:
         parameters: Parameters of the model.
-        parameters_without_embeddings: Those that are no embedding of tokens or positions, and no head.
+        parameters_without_embeddings: Those that belong neither to embeddings of tokens or positions nor to the head.
         devices: Devices that train.
         batch_size: Examples that a device takes at once.
         accumulation: Batches that a device takes for a step.
@@ -99,7 +99,7 @@ def estimate(
     activation_checkpointing: bool = False,
     sharded: bool = False,
 ) -> Estimate:
-    """Estimate what a training will take; no memory is used and nothing is computed for it.
+    """Estimate the resources of a training, without using memory or computing anything.
 
     Args:
         config: Configuration of the model.
@@ -111,37 +111,21 @@ def estimate(
         optimizer: Name of the optimiser, as `TrainingArguments.optim` has it.
         mixed_precision: Whether the forward pass runs in bfloat16 or float16.
         activation_checkpointing: Whether layers are computed again in the backward pass.
-        sharded: Whether weights, gradients and optimiser are shared out between the devices (FSDP).
+        sharded: Whether weights, gradients and optimiser are sharded over the devices (FSDP).
 
     Raises:
-        ValueError: If a number is less than 1, or too large for anything that there is.
+        ValueError: If a number is less than 1, or too large for any device.
     """
-    for name, value in (
-        ("length", length),
-        ("batch_size", batch_size),
-        ("accumulation", accumulation),
-        ("devices", devices),
-        ("steps", steps),
-    ):
-        if value is not None and not 1 <= value < 2**53:
-            raise ValueError(f"{name} = {reprlib.repr(value)}: it must be at least 1 and less than 2**53.")
-    widest = max(config.vocab_size, config.hidden_size, config.intermediate_size)
-    if batch_size * length * max(widest, config.num_attention_heads * length) >= 2**60:
-        raise ValueError(
-            f"A batch of {batch_size} x {length} tokens, with {widest} values for each, is too large for any device."
-        )
+    _check_counts(length=length, batch_size=batch_size, accumulation=accumulation, devices=devices, steps=steps)
+    _check_batch(config, batch_size, length)
     counts = _count_parameters(config)
     shards = devices if sharded else 1
     per_parameter = _OPTIMIZER_BYTES.get(optimizer)
     weights = 4 * -(-counts["all"] // shards)
-    memory = Memory(
-        weights=weights,
-        gradients=weights,
-        optimizer=None if per_parameter is None else per_parameter * weights // 4,
-        activations=activation_bytes(
-            config, batch_size, length, mixed_precision=mixed_precision, checkpointing=activation_checkpointing
-        ),
+    activations = activation_bytes(
+        config, batch_size, length, mixed_precision=mixed_precision, checkpointing=activation_checkpointing
     )
+    state = None if per_parameter is None else per_parameter * weights // 4
     examples = batch_size * accumulation * devices
     tokens = None if steps is None else steps * examples * length
     keys = sum(visible_keys(config, pattern, length) for pattern in config.layer_patterns)
@@ -156,14 +140,28 @@ def estimate(
         tokens_per_step=examples * length,
         steps=steps,
         tokens=tokens,
-        memory=memory,
+        memory=Memory(weights=weights, gradients=weights, optimizer=state, activations=activations),
         flops_per_token=flops_per_token,
         flops=None if tokens is None else tokens * flops_per_token,
     )
 
 
+def _check_counts(**counts: int | None) -> None:
+    for name, value in counts.items():
+        if value is not None and not 1 <= value < 2**53:
+            raise ValueError(f"{name} = {reprlib.repr(value)}: it must be at least 1 and less than 2**53.")
+
+
+def _check_batch(config: LexConfig, batch_size: int, length: int) -> None:
+    widest = max(config.vocab_size, config.hidden_size, config.intermediate_size)
+    if batch_size * length * max(widest, config.num_attention_heads * length) >= 2**60:
+        raise ValueError(
+            f"A batch of {batch_size} x {length} tokens, with {widest} values for each, is too large for any device."
+        )
+
+
 def visible_keys(config: LexConfig, pattern: str, length: int) -> float:
-    """Mean number of keys that a query of an attention pattern sees, over the tokens of one text."""
+    """Return the mean number of keys that a query of an attention pattern sees, over the tokens of one text."""
     span = config.attention_span(pattern)
     if span is None or span >= length:
         return (length + 1) / 2
@@ -177,11 +175,11 @@ def visible_keys(config: LexConfig, pattern: str, length: int) -> float:
 def activation_bytes(
     config: LexConfig, batch_size: int, length: int, *, mixed_precision: bool, checkpointing: bool
 ) -> int:
-    """Bytes that the backward pass of a batch needs, beside parameters and their gradients."""
+    """Return the bytes that the backward pass of a batch needs, besides parameters and their gradients."""
     layers = config.num_hidden_layers
     kept = _saved_bytes(config, batch_size, length, mixed_precision)
     if checkpointing:
-        # What lies between the layers stays; within them, one at a time.
+        # Tensors between the layers stay; those within are there for one layer at a time.
         shallow = LexConfig(**{**_fields(config), "num_hidden_layers": 1})
         outside = 2 * _saved_bytes(shallow, batch_size, length, mixed_precision) - _saved_bytes(
             LexConfig(**{**_fields(config), "num_hidden_layers": 2}), batch_size, length, mixed_precision
@@ -218,9 +216,9 @@ def _without_storage(config: LexConfig) -> LexForCausalLM:
 
 
 def _saved_bytes(config: LexConfig, batch_size: int, length: int, mixed_precision: bool) -> int:
-    """Bytes of all tensors that the forward pass keeps for the backward pass, less the parameters."""
+    """Count the bytes of all tensors that the forward pass keeps for the backward pass, except parameters."""
     if config.position_embedding_type == "learned":
-        # They look at the positions, which have no storage either, and keep next to nothing.
+        # They read the positions, which have no storage either, and keep next to nothing.
         config = LexConfig(**{**_fields(config), "position_embedding_type": "none"})
     model = _without_storage(config).train()
     with FakeTensorMode():
@@ -238,10 +236,10 @@ def _saved_bytes(config: LexConfig, batch_size: int, length: int, mixed_precisio
 
 
 class count_saved_bytes:  # noqa: N801 - a context manager, like those of torch
-    """Counts, while the context lasts, the bytes of what autograd keeps; each storage once.
+    """Counts the bytes of the tensors that autograd keeps while the context lasts; each storage once.
 
     Args:
-        parameters: Tensors that are there anyway.
+        parameters: Tensors that are not counted.
     """
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:

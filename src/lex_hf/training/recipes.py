@@ -2,12 +2,11 @@
 
 import dataclasses
 import difflib
-import re
+import math
 import reprlib
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +16,35 @@ from accelerate.utils import get_cpu_distributed_information
 from huggingface_hub.dataclasses import type_validator
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, TrainingArguments
 
-from lex_hf.data.tokenization import byte_tokenizer
-from lex_hf.evaluation.loading import plain
+from lex_hf.data.tokenizers import byte_tokenizer
+from lex_hf.errors import plain
 from lex_hf.model.configuration_lex import LexConfig
+from lex_hf.training.arguments import training_arguments
 from lex_hf.training.estimate import Estimate, estimate
-from lex_hf.training.trainer import Change, training_arguments
+from lex_hf.training.recipe_files import parse_yaml, read_recipe
+from lex_hf.training.run_record import Change
 
 SECTIONS = ("model", "training", "data")
 
 # Fields of the model that belong to its tokenizer.
 _OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
-# Fields of TrainingArguments that are no part of a recipe, and what to use.
+# Fields of TrainingArguments that do not belong in a recipe, and the replacement.
 _ELSEWHERE = {
     "output_dir": "--output",
     "resume_from_checkpoint": "--resume",
     "gradient_accumulation_steps": "examples_per_step of data",
     "ignore_data_skip": "nothing: it is chosen by what is resumed",
     "include_num_input_tokens_seen": "nothing: all tokens are counted",
-    "restore_callback_states_from_checkpoint": "nothing: what is resumed is restored",
+    "restore_callback_states_from_checkpoint": "nothing: a resumed training restores its own",
     "auto_find_batch_size": "per_device_train_batch_size, so that a step has the examples that the recipe says",
 }
-# What this machine must have; nothing to ask of one that only plans.
+# Abilities that the machine must have to train, not to plan.
 _OF_MACHINE: dict[str, Any] = {"bf16": False, "fp16": False, "tf32": None, "fsdp": None, "fsdp_config": None}
 
 
 @dataclass(frozen=True)
 class DataSettings:
-    """How texts become the examples of a step.
+    """Settings by which texts become the examples of a step.
 
     Attributes:
         tokenizer: Folder or Hub id of a tokenizer, or `"bytes"` (one token per byte); `None` if one must be given.
@@ -51,7 +52,7 @@ class DataSettings:
         examples_per_step: Examples in an optimiser step, over all processes. By default as many as the devices take at
             once.
         separate_documents: Whether tokens see, and are predicted from, their own document only.
-        streaming: Whether documents are read while they are trained on, for what is larger than memory.
+        streaming: Whether documents are read during training, for data larger than memory.
         shuffle_buffer: Examples of a stream that are shuffled together.
         text_field: Field of JSON lines, or column of a Hub dataset, that holds the text.
         split: Split of a Hub dataset.
@@ -87,13 +88,13 @@ _KNOWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training, as a recipe file tells it.
+    """A training, as described by a recipe file.
 
     Attributes:
-        name: Where it comes from.
+        name: Its name or path.
         model: Fields of `LexConfig`.
         training: Fields of `TrainingArguments`.
-        data: How texts become examples.
+        data: Settings by which texts become examples.
     """
 
     name: str
@@ -106,7 +107,7 @@ class Recipe:
 
         Args:
             assignments: `NAME=VALUE`, where the value is YAML, and the name a field of the model, the training or the
-                data, if need be with the section in front: `hidden_size=64`, `model.use_cache=false`.
+                data, with its section if that is ambiguous: `hidden_size=64`, `model.use_cache=false`.
 
         Raises:
             ValueError: If there is no such field, or the value has the wrong type.
@@ -115,13 +116,13 @@ class Recipe:
         for text in assignments:
             key, equals, value = text.partition("=")
             if not equals:
-                raise ValueError(f"--set {text}: it must be NAME=VALUE, as max_steps=2000.")
+                raise ValueError(f"--set {text}: it must be NAME=VALUE, e.g. max_steps=2000.")
             section, name = _locate(key.strip(), f"--set {text}")
-            sections[section][name] = _parse(value, f"--set {text}")
+            sections[section][name] = parse_yaml(value, f"--set {text}")
         return self._with(sections, "--set")
 
     def with_tokenizer(self, name: str) -> "Recipe":
-        """Take another tokenizer; what the recipe says of the vocabulary belongs to the one before."""
+        """Replace the tokenizer, and drop the fields of the model that belong to the previous one."""
         model = {key: value for key, value in self.model.items() if key not in _OF_TOKENIZER}
         return dataclasses.replace(self, model=model, data=dataclasses.replace(self.data, tokenizer=name))
 
@@ -144,18 +145,18 @@ class Recipe:
         """Make the configuration of the model.
 
         Args:
-            tokenizer: Tells what the recipe does not say of the vocabulary. Without one the recipe must say it.
+            tokenizer: Source of the vocabulary fields that the recipe lacks; without it, the recipe needs them.
 
         Raises:
             huggingface_hub.errors.StrictDataclassError: If a field has an impossible value.
-            ValueError: If nothing tells the size of the vocabulary.
+            ValueError: If the size of the vocabulary is unknown.
         """
         if tokenizer is None and "vocab_size" not in self.model:
-            raise ValueError(f"The recipe {self.name} has no vocab_size, and there is no tokenizer to tell it.")
+            raise ValueError(f"The recipe {self.name} has no vocab_size, and no tokenizer was given.")
         fields = dict(self.model)
         if tokenizer is not None:
-            told = {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in _OF_TOKENIZER[1:]}
-            fields = told | fields
+            known = {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in _OF_TOKENIZER[1:]}
+            fields = known | fields
         # A distance of half an example scales by ζ, as in the paper.
         fields.setdefault("xpos_scale_base", fields.get("training_length", LexConfig.training_length) // 2)
         return LexConfig(**fields)
@@ -164,7 +165,7 @@ class Recipe:
         """Make the arguments of the Trainer, with as many accumulated batches as a step needs on these devices.
 
         Raises:
-            ValueError: If a value is impossible, or the examples of a step cannot be shared out evenly.
+            ValueError: If a value is impossible, or the examples of a step cannot be divided evenly.
         """
         arguments = training_arguments(output_dir, **self.training)
         devices = arguments.world_size * max(1, arguments.n_gpu)
@@ -172,10 +173,10 @@ class Recipe:
         return arguments
 
     def accumulation(self, devices: int) -> int:
-        """Batches that each device takes for a step.
+        """Return the number of batches that each device takes for a step.
 
         Raises:
-            ValueError: If that is no whole number.
+            ValueError: If that is not a whole number.
         """
         batch = self.setting("per_device_train_batch_size")
         if batch < 1:
@@ -190,28 +191,35 @@ class Recipe:
             )
         return wanted // (batch * devices)
 
+    def warmup_steps(self, steps: int) -> int:
+        """Return the warm-up of a training of `steps` steps: the recipe's share of them, rounded down."""
+        warmup, printed = self.setting("warmup_steps"), int(self.setting("max_steps"))
+        # As TrainingArguments counts; making those would settle the devices of this process.
+        count = int(warmup) if warmup >= 1 else math.ceil(printed * warmup)
+        return count * steps // printed
+
     def length(self, config: Any) -> int:
-        """Tokens in an example: what the recipe says, or else the training length of the model.
+        """Return the tokens in an example: the recipe's, or else the training length of the model.
 
         Raises:
-            ValueError: If neither tells.
+            ValueError: If both are missing.
         """
         length = self.data.length
         if length is None:
             length = getattr(config, "training_length", None)
         if length is None:
-            raise ValueError(f"A {config.model_type} model has no training length: say --set length=1024.")
+            raise ValueError(f"A {config.model_type} model has no training length: give --set length=1024.")
         return int(length)
 
     def estimate(self, config: LexConfig, devices: int | None = None) -> Estimate:
-        """Estimate what the training takes.
+        """Estimate the resources of the training.
 
         Args:
             config: Configuration of the model.
             devices: Devices that train; by default as many as there are here, or as a launcher started.
 
         Raises:
-            ValueError: If the examples of a step cannot be shared out evenly.
+            ValueError: If the examples of a step cannot be divided evenly.
         """
         if devices is None:
             devices = max(get_cpu_distributed_information().world_size, torch.accelerator.device_count(), 1)
@@ -231,12 +239,12 @@ class Recipe:
         )
 
     def setting(self, name: str) -> Any:
-        """A field of the training: what the recipe says, or else the default of `TrainingArguments`."""
+        """Return a field of the training: the recipe's, or else the default of `TrainingArguments`."""
         default = next(each.default for each in dataclasses.fields(TrainingArguments) if each.name == name)
         return self.training.get(name, default)
 
     def check_training(self) -> None:
-        """Let `TrainingArguments` check all values but those that ask for abilities of this machine."""
+        """Let `TrainingArguments` check all values except those that need abilities of this machine."""
         training_arguments("plan", **(self.training | _OF_MACHINE))
 
     def to_yaml(self, config: LexConfig | None = None, changes: Iterable[Change] = ()) -> str:
@@ -244,7 +252,7 @@ class Recipe:
 
         Args:
             config: Configuration of the model.
-            changes: What was changed while the training was resumed: for comments at the beginning, since the values
+            changes: Changes when the training was resumed: for comments at the beginning, since the values
                 of the recipe are those of the last steps.
         """
         model = self.model
@@ -275,37 +283,31 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         name: Folder or Hub id, or `"bytes"`.
 
     Raises:
-        ValueError: If there is none; the message says what was looked for.
+        ValueError: If there is none that loads.
     """
     if name == "bytes":
         return byte_tokenizer()
     missing = f"{name}: no tokenizer that loads. Give a folder or Hub id that has one with --tokenizer."
     try:
-        words = AutoTokenizer.from_pretrained(name)
+        tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:  # damaged files make the libraries raise anything
         raise ValueError(f"{missing} ({plain(error)})") from error
-    # Of a model without one, transformers makes a tokenizer that knows the special tokens only.
-    if len(words) <= len(words.all_special_tokens):
+    # For a model without one, transformers makes a tokenizer of the special tokens only.
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ValueError(missing)
-    return words
+    return tokenizer
 
 
 def model_fields(assignments: Iterable[str]) -> dict[str, Any]:
     """Read fields of `LexConfig` that are written as for [`Recipe.override`].
 
     Raises:
-        ValueError: If one is no field of the model.
+        ValueError: If one is not a field of the model.
     """
     recipe = Recipe("--set").override(assignments)
     if recipe.training or recipe.data != DataSettings():
-        raise ValueError("--set takes the fields of LexConfig here, as training_length=512.")
+        raise ValueError("--set takes the fields of LexConfig here, e.g. training_length=512.")
     return recipe.model
-
-
-def recipe_names() -> list[str]:
-    """The names of the recipes that come with the package."""
-    files = (resources.files("lex_hf.training") / "presets").iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
 
 
 def load_recipe(name: str | Path) -> Recipe:
@@ -316,17 +318,11 @@ def load_recipe(name: str | Path) -> Recipe:
             of `LexConfig`), `training` (fields of `TrainingArguments`) and `data` (fields of `DataSettings`).
 
     Raises:
-        ValueError: If there is none of that name, it is no YAML, has a key that nothing knows, or a value of the wrong
-            type; the message tells where, and what is allowed.
+        ValueError: If there is none of that name, it is not valid YAML, has an unknown key, or a value of the wrong
+            type; the message says where, and what is allowed.
     """
     where = str(name)
-    if where in recipe_names():
-        text = (resources.files("lex_hf.training") / "presets" / f"{where}.yaml").read_text(encoding="utf-8")
-    elif Path(name).is_file() and Path(name).suffix in (".yaml", ".yml"):
-        text = _read(Path(name))
-    else:
-        raise ValueError(_no_recipe(where))
-    sections = _parse(text, where) or {}
+    sections = read_recipe(name) or {}
     if not isinstance(sections, dict):
         raise ValueError(
             f"{where}: a recipe has the sections {', '.join(SECTIONS)}; this is {type(sections).__name__}."
@@ -335,27 +331,8 @@ def load_recipe(name: str | Path) -> Recipe:
         if section not in SECTIONS:
             raise ValueError(f"{where}: no section {section!r}; {_nearest(str(section), SECTIONS)}.")
         if not isinstance(fields, dict | None):
-            raise ValueError(f"{where}: the section {section!r} must hold fields, as max_steps: 2000.")
+            raise ValueError(f"{where}: the section {section!r} must hold fields, e.g. max_steps: 2000.")
     return Recipe(where)._with({name: sections.get(name) or {} for name in SECTIONS}, where)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no recipe: it is not UTF-8 text (byte {error.start}).") from error
-
-
-def _no_recipe(name: str) -> str:
-    shipped = ", ".join(recipe_names())
-    close = difflib.get_close_matches(name, recipe_names(), n=1)
-    if Path(name).exists():
-        return (
-            f"{name} is no recipe, which is a .yaml file or one of {shipped}. To train on {name}, put a recipe in "
-            f"front: lex-hf train tiny {name} --output DIR."
-        )
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"There is no recipe {name!r}.{hint} A recipe is one of {shipped}, or the path of a .yaml file."
 
 
 def _locate(key: str, where: str) -> tuple[str, str]:
@@ -377,7 +354,7 @@ def _check_name(section: str, name: str, where: str) -> None:
     if not isinstance(name, str) or name not in _KNOWN[section]:
         raise ValueError(f"{where}: {section} has no field {name!r}; {_nearest(str(name), _KNOWN[section])}.")
     if section == "training" and name in _ELSEWHERE:
-        raise ValueError(f"{where}: {name} is no part of a recipe; use {_ELSEWHERE[name]}.")
+        raise ValueError(f"{where}: {name} does not belong in a recipe; use {_ELSEWHERE[name]}.")
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
@@ -393,7 +370,7 @@ def _check(section: str, name: str, value: Any, where: str) -> None:
     kind = _KNOWN[section][name]
     if type(value) is int and abs(value) >= 2**63:
         raise ValueError(f"{where}: {section}.{name} = {reprlib.repr(value)} is too large a number.")
-    # A whole number will do where TrainingArguments wants a float.
+    # A whole number is accepted where TrainingArguments has a float.
     candidates = [value, float(value)] if type(value) is int else [value]
     for candidate in candidates:
         try:
@@ -405,33 +382,3 @@ def _check(section: str, name: str, value: Any, where: str) -> None:
     raise ValueError(
         f"{where}: {section}.{name} = {reprlib.repr(value)} is {type(value).__name__}; it must be {wanted}."
     )
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as people read it: 1e-4 is a number, yes and no are words, and no key stands twice."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping, unless a key would be lost."""
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        twice = [key for index, key in enumerate(keys) if key in keys[:index]]
-        if twice:
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]!r} stands twice", node.start_mark)
-        return super().construct_mapping(node, deep)
-
-
-_BOOL, _FLOAT = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:float"
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _FLOAT)]
-    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-_Loader.add_implicit_resolver(_BOOL, re.compile(r"true|false"), list("tf"))
-_Loader.add_implicit_resolver(
-    _FLOAT, re.compile(r"[-+]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][-+]?\d+)?$|[-+]?\.(inf|nan)$"), list("-+.0123456789")
-)
-
-
-def _parse(text: str, where: str) -> Any:
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # the last two of numbers and brackets without end
-        raise ValueError(f"{where}: no YAML: {error}") from error

@@ -54,11 +54,11 @@ def claimed(
     Args:
         arguments: Those of the training.
         resume: Whether a training in the folder is continued.
-        overwrite: Whether files that are there may be replaced.
+        overwrite: Whether existing files may be replaced.
         also: Names of files that are written beside the model and its checkpoints.
 
     Raises:
-        ValueError: If it is no folder that can be written to, another training runs in it, or it holds files that
+        ValueError: If it is not a folder that can be written to, another training runs in it, or it holds files that
             this one would replace.
     """
     folder = Path(arguments.output_dir)
@@ -76,7 +76,7 @@ def claimed(
 
 
 def on_main_process(arguments: TrainingArguments, work: Callable[[], None]) -> None:
-    """Let the main process do something; if it fails, all processes raise its error."""
+    """Do some work on the main process; if it fails, all processes raise its error."""
     failed: list[Exception | None] = [None]
     if arguments.process_index == 0:
         try:
@@ -90,7 +90,7 @@ def on_main_process(arguments: TrainingArguments, work: Callable[[], None]) -> N
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
-    """Find the newest good checkpoint in a folder; half-written ones and those with NaN or ∞ are passed over.
+    """Find the newest good checkpoint in a folder; half-written ones and those with NaN or ∞ are skipped.
 
     Returns:
         The folder of the checkpoint, or `None` if there is none.
@@ -100,30 +100,30 @@ def last_checkpoint(output_dir: str | Path) -> Path | None:
 
 
 def newer_checkpoints(checkpoint: Path) -> list[Path]:
-    """The checkpoints beside this one that have a higher number."""
+    """Return the checkpoints in the same folder that have a higher number, the newest first."""
     newest_first = list(map(Path, sort_checkpoints(str(checkpoint.parent))))[::-1]
     return newest_first[: newest_first.index(checkpoint)]
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
-    """All checkpoints of a folder, good or not, the oldest first."""
+    """Return all checkpoints of a folder, good or not, the oldest first."""
     return list(map(Path, sort_checkpoints(str(output_dir))))
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read what the Trainer noted in a checkpoint.
+    """Read the state of the Trainer in a checkpoint.
 
     Raises:
-        ValueError: If it is not what the Trainer writes.
+        ValueError: If it is not a state of the Trainer.
     """
     state = json.loads((checkpoint / TRAINER_STATE_NAME).read_bytes())
     if not isinstance(state, dict) or not isinstance(state.get("stateful_callbacks"), dict):
-        raise ValueError(f"{checkpoint / TRAINER_STATE_NAME} is no state of a Trainer.")
+        raise ValueError(f"{checkpoint / TRAINER_STATE_NAME} is not a state of the Trainer.")
     return state
 
 
 def weight_files(checkpoint: Path) -> set[Path]:
-    """The safetensors files of a checkpoint, also those that its index names and that are missing."""
+    """Return the safetensors files of a checkpoint, including missing ones that its index names."""
     files = set(checkpoint.glob("*.safetensors"))
     index = checkpoint / SAFE_WEIGHTS_INDEX_NAME
     if index.exists():
@@ -132,10 +132,10 @@ def weight_files(checkpoint: Path) -> set[Path]:
 
 
 def replace_model(folder: Path, staging: Path) -> None:
-    """Move a saved model into a folder, in place of the one that is there.
+    """Move a saved model into a folder, replacing the one in it.
 
-    Weights come first and the config last: a folder that has a config has all the rest, and one that has anything of
-    a training's model has its weights. What belongs to an earlier model, and would be loaded with this one, goes.
+    Weights come first and the config last: a folder with a config has all the rest, and one with any file of a
+    training's model has its weights. Files of an earlier model that would be loaded with this one are removed.
     """
     files = sorted(staging.iterdir(), key=lambda file: (file.name == CONFIG_NAME, not _is_one_of(file, _WEIGHTS)))
     new = {file.name for file in files}
@@ -148,10 +148,10 @@ def replace_model(folder: Path, staging: Path) -> None:
 
 
 def _check_nothing_is_lost(folder: Path, resume: bool, also: Collection[str]) -> None:
-    """Refuse to replace what is there, unless it is of the training that is resumed."""
+    """Refuse to replace existing files, unless they belong to the training that is resumed."""
     there = list(folder.iterdir())
     if resume and any(_is_one_of(path, _WEIGHTS) for path in there):
-        return  # it was finished once, and goes on: the model is its own
+        return  # it was finished once, and continues: the model is its own
     newest = next(reversed(checkpoints(folder)), None) if resume else None
     kinds = _MODEL if resume else (*_MODEL, *_CHECKPOINTS, *also)
     found = sorted(path.name for path in there if _is_one_of(path, kinds) and not _is_copy(path, newest))
@@ -178,7 +178,7 @@ def _is_one_of(path: Path, patterns: Collection[str]) -> bool:
 
 @contextlib.contextmanager
 def _existing(folder: Path) -> Iterator[None]:
-    """Make a folder; if nothing was put into it, it goes with the context, and so do those made for it."""
+    """Make a folder and its parents; those that are empty when the context ends are removed."""
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -199,25 +199,25 @@ def _locked(folder: Path) -> Iterator[None]:
         raise ValueError(
             f"{folder} is in use by another training: wait until it has ended, or choose another folder."
         ) from None
-    except (OSError, NotImplementedError) as error:  # some network file systems know no locks
-        logger.warning("%s cannot be locked (%s): see to it that no other training runs in it.", folder, error)
+    except (OSError, NotImplementedError) as error:  # some network file systems have no locks
+        logger.warning("%s cannot be locked (%s): make sure that no other training runs in it.", folder, error)
         yield
         return
     try:
         yield
     finally:
-        if is_outermost:  # while it is held: whoever waits for the old file finds that it is gone
+        if is_outermost:  # while it is held: a process that waits for the old file finds that it is gone
             Path(lock.lock_file).unlink(missing_ok=True)
         lock.release()
 
 
 def _is_good(checkpoint: Path) -> bool:
-    """Whether all files of a checkpoint are there in full, its weights finite; the Trainer writes its state last."""
+    """Return whether a checkpoint is complete and its weights finite; the Trainer writes its state last."""
     try:
         read_state(checkpoint)
         json.loads((checkpoint / CONFIG_NAME).read_bytes())
         if not all(map(_is_finite, weight_files(checkpoint))):
-            logger.warning("%s is passed over: not all of its weights are finite numbers.", checkpoint)
+            logger.warning("%s is skipped: not all of its weights are finite numbers.", checkpoint)
             return False
     except (OSError, ValueError, SafetensorError):
         return False

@@ -1,18 +1,17 @@
-"""What a training was made with: kept in every checkpoint, and compared when the training is resumed.
+"""Settings of a training: kept in every checkpoint, and compared when the training is resumed.
 
-Compared is whatever changes the result: the fields of `TrainingArguments` that are not known to be harmless, the
-examples of a step over all devices, the tokenizer, and the data. How a step is shared out between devices may change;
+Settings that change the result are compared: the fields of `TrainingArguments` that are not known to be harmless, the
+examples of a step over all devices, the tokenizer, and the data. How a step is divided between devices may change;
 the result is then the same up to rounding and dropout. Examples in memory are compared by a hash of all token ids: the
 fingerprints of `datasets` depend on how a dataset was made, and need not change with its content, or stay with it. Of
-a stream, which cannot be read to its end, settings and sources are compared, and the examples around the place where
-it goes on.
+a stream, which cannot be read to its end, settings and sources are compared, and the examples around the position
+where it resumes.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +30,12 @@ from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from lex_hf.data.streaming import PackedStream
+from lex_hf.records import content_hash
 from lex_hf.training.run_folder import read_state
 
 logger = logging.get_logger(__name__)
 
-# Fields of TrainingArguments that say where, how often and how fast, or how a step is shared out between devices.
+# Fields of TrainingArguments that say where, how often and how fast, or how a step is divided between devices.
 _FREE = (
     "output_dir",
     "*eval_*",
@@ -77,13 +77,13 @@ _FREE = (
 )
 # The state of these in a checkpoint fits nothing else.
 _FIXED = ("optim", "optim_args", "optim_target_modules", "fsdp", "fsdp_config", "deepspeed")
-# Schedules that find the learning rate from the losses, not from the step.
+# Schedules that derive the learning rate from the losses, not from the step.
 _OF_LOSSES = ("reduce_lr_on_plateau", "greedy")
 _OF_SCHEDULE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs")
 _ROWS_AT_ONCE = 1000
 _NO_RECORD = (
     "%s has no record of its settings: it was written by lex-hf 0.1.0. Whether data, tokenizer, seed, learning rate, "
-    "number of steps and the other settings are the same cannot be checked; those given now hold from here on."
+    "number of steps and the other settings are the same cannot be checked; those given now apply from here on."
 )
 
 
@@ -92,8 +92,8 @@ class Change:
     """A setting that was changed when a training was resumed.
 
     Attributes:
-        step: Steps taken before; the new value is in force from the next one on.
-        name: What was changed, as `learning_rate`; `"all"` where a checkpoint had no record of its settings.
+        step: Steps taken before; the new value applies from the next one on.
+        name: Name of the setting, e.g. `learning_rate`; `"all"` where a checkpoint had no record of its settings.
         was: The value until then; `None` if it is not known.
         now: The value from then on.
     """
@@ -114,7 +114,7 @@ class RunRecord(TrainerCallback, ExportableState):
 
     Attributes:
         settings: Values by name, as JSON has them.
-        changes: What was changed at earlier resumptions, the oldest first.
+        changes: Changes at earlier resumptions, the oldest first.
     """
 
     def __init__(self, settings: Mapping[str, Any], changes: Collection[Change] = ()) -> None:
@@ -122,14 +122,14 @@ class RunRecord(TrainerCallback, ExportableState):
         self.changes = list(changes)
 
     def state(self) -> dict[str, Any]:
-        """Return what goes into the state file of a checkpoint."""
+        """Return the entry for the state file of a checkpoint."""
         changes = [asdict(change) for change in self.changes]
         return {"args": {}, "attributes": {"settings": self.settings, "changes": changes}}
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Let a resumed training save its record, and log, save and evaluate as often as it is told now."""
+        """Let a resumed training save its record, and log, save and evaluate as often as its arguments say now."""
         # The Trainer takes both from the checkpoint, and fails where that has no such entry.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         state.compute_steps(args, state.max_steps)
@@ -137,11 +137,11 @@ class RunRecord(TrainerCallback, ExportableState):
     def resumed(
         self, checkpoint: Path, of_stream: Mapping[str, tuple[Any, Any]], allowed: Collection[str]
     ) -> "RunRecord":
-        """Compare with a checkpoint; return the record of the training that goes on from it.
+        """Compare with a checkpoint; return the record of the training that resumes from it.
 
         Args:
             checkpoint: The checkpoint.
-            of_stream: What differs in the data of a stream, `(was, now)` by name.
+            of_stream: Differences in the data of a stream, `(was, now)` by name.
             allowed: Names of settings that may differ.
 
         Raises:
@@ -174,22 +174,22 @@ class RunRecord(TrainerCallback, ExportableState):
             return
         lines = "; ".join(f"{each.name}: was {each.was!r}, now {each.now!r}" for each in refused)
         names = list(dict.fromkeys(each.name for each in refused))
-        words = " ".join(f"--allow-change {name}" for name in names)
+        options = " ".join(f"--allow-change {name}" for name in names)
         raise ValueError(
             f"This is not the training of {checkpoint}: {lines}. Give the values it had, or let them change from step "
-            f"{refused[0].step + 1} on with allow_changes={names} ({words})."
+            f"{refused[0].step + 1} on with allow_changes={names} ({options})."
         )
 
 
 def settings_of(
     arguments: TrainingArguments, tokenizer: PreTrainedTokenizerBase, data: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return all that changes the result of a training, as JSON has it.
+    """Return all settings that change the result of a training, as JSON has them.
 
     Args:
         arguments: Those of the training.
         tokenizer: Its tokenizer.
-        data: What [`data_settings`] returns.
+        data: The result of [`data_settings`].
     """
     values = {
         name: value
@@ -204,10 +204,10 @@ def settings_of(
 
 
 def data_settings(dataset: Dataset | PackedStream, vocab_size: int) -> dict[str, Any]:
-    """Describe the data of a training: what a stream was made with, or the content of examples.
+    """Describe the data of a training: the settings of a stream, or the content of examples.
 
     Raises:
-        ValueError: If the examples are not of equal length, or hold what is no token of the model.
+        ValueError: If the examples are not of equal length, or hold ids that are not tokens of the model.
     """
     if isinstance(dataset, PackedStream):
         return {f"data.{name}": value for name, value in dataset.settings.items()}
@@ -227,23 +227,28 @@ def check_examples(dataset: Dataset, vocab_size: int) -> str:
     if "input_ids" not in dataset.column_names:
         raise ValueError(
             f"The dataset has the columns {dataset.column_names}, not 'input_ids': make examples with "
-            "lex_hf.data.documents.pack."
+            "lex_hf.data.pack."
         )
     if len(dataset) == 0:
         raise ValueError("The dataset has no examples.")
     columns = [name for name in ("input_ids", "position_ids") if name in dataset.column_names]
-    length, digest = len(dataset[0]["input_ids"]), blake2b(digest_size=8)
-    for table in dataset.select_columns(columns).with_format("arrow").iter(_ROWS_AT_ONCE):
-        for name in columns:
+    length = len(dataset[0]["input_ids"])
+    digest = content_hash(_checked(dataset.select_columns(columns), length, vocab_size))
+    return f"{len(dataset)} examples of {length} tokens, {digest}"
+
+
+def _checked(dataset: Dataset, length: int, vocab_size: int) -> Iterator[bytes]:
+    """Yield the content of all columns, some rows at a time."""
+    for table in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
+        for name in dataset.column_names:
             values = _numbers(table[name], name, length)
             if name == "input_ids":
                 _check_ids(values, vocab_size)
-            digest.update(values.tobytes())
-    return f"{len(dataset)} examples of {length} tokens, {digest.hexdigest()}"
+            yield values.tobytes()
 
 
 def _numbers(column: pa.ChunkedArray, name: str, length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """The values of rows of equal length."""
+    """Return the values of rows of equal length, joined."""
     try:
         lengths = pc.unique(pc.list_value_length(column)).to_pylist()
         flat = np.concatenate([np.asarray(chunk.flatten()) for chunk in column.chunks])
@@ -269,12 +274,12 @@ def _check_ids(ids: np.ndarray[Any, np.dtype[np.int32]], vocab_size: int) -> Non
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    words = sorted(tokenizer.get_vocab().items()), sorted(map(str, tokenizer.special_tokens_map.items()))
-    return f"{len(tokenizer)} tokens, {blake2b(json.dumps(words).encode(), digest_size=8).hexdigest()}"
+    content = sorted(tokenizer.get_vocab().items()), sorted(map(str, tokenizer.special_tokens_map.items()))
+    return f"{len(tokenizer)} tokens, {content_hash([json.dumps(content).encode()])}"
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Settings that are not the same, `(was, now)`; a field that only one release of transformers has is none."""
+    """Return settings that differ, `(was, now)`; a field that only one release of transformers has does not count."""
     lengths = {"max_steps", "num_train_epochs"}  # a training has one of them
     names = [name for name in {**was, **now} if name in lengths or (name in was and name in now)]
     found = {name: (was.get(name), now.get(name)) for name in names if was.get(name) != now.get(name)}
@@ -282,7 +287,7 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tu
 
 
 def _check_possible(changes: list[Change], checkpoint: Path, schedule: str) -> None:
-    """Refuse changes that would not take effect, whoever allows them."""
+    """Refuse changes that would not take effect, even if they are allowed."""
     for change in changes:
         follows_losses = change.name in _OF_SCHEDULE and (schedule in _OF_LOSSES or change.was in _OF_LOSSES)
         if change.name in _FIXED or follows_losses:

@@ -6,20 +6,20 @@ from typing import Any
 
 from datasets import Dataset
 
-from lex_hf import LexForCausalLM
 from lex_hf.data.documents import load_documents
 from lex_hf.evaluation.loading import check_checkpoint
+from lex_hf.model.modeling_lex import LexForCausalLM
 
 
 def load(documents: str | list[str] | None = None, pretrained: Any = None, **_: Any) -> dict[str, Dataset]:
     """Load the documents that `--metadata` names.
 
     Args:
-        documents: One source or several: JSON lines with a field `text`, other text files (each one document),
-            or folders, as `lex_hf.data.documents.load_documents` takes them.
-        pretrained: The model, if lm_eval is to load it. The folder of a LEX model must hold all of its weights: the
+        documents: One source or several, see `lex_hf.data.load_documents`: JSON lines with a field `text`, other text
+            files (each one document), or folders.
+        pretrained: The model, if lm_eval loads it. The folder of a LEX model must hold all of its weights: the
             harness would measure random numbers in their place.
-        **_: What else lm_eval passes: the arguments of the model and the version of the task.
+        **_: Other arguments of lm_eval: those of the model, and the version of the task.
 
     Returns:
         The split `test`, with the columns `text` and `source`, one row per document.
@@ -39,7 +39,7 @@ def load(documents: str | list[str] | None = None, pretrained: Any = None, **_: 
 
 
 def _is_lex(pretrained: Any) -> bool:
-    """Whether a model is the folder of a LEX model."""
+    """True if a model is the folder of a LEX model."""
     if not isinstance(pretrained, str) or not Path(pretrained, "config.json").is_file():
         return False
     config = json.loads(Path(pretrained, "config.json").read_bytes())

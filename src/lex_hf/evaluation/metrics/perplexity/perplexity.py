@@ -2,14 +2,13 @@
 
 # `evaluate` copies this file into its cache, reads its imports line by line (`import a, b` would fail) and
 # takes the first subclass of `evaluate.Metric` it finds among its names.
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import fields
+from typing import Any
 
 import datasets
 import evaluate
 
-from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
+from lex_hf.evaluation.perplexity import PerplexityOptions, load_for_evaluation, measure_perplexity
 
 _CITATION = """\
 @inproceedings{sun2023length,
@@ -25,7 +24,7 @@ _CITATION = """\
 
 _DESCRIPTION = """\
 Perplexity of texts under a causal language model, at a chosen length: exp of the mean negative log-likelihood
-per token. A named protocol says what the model sees before each token it is scored on.
+per token. A named protocol defines what the model sees before each token it is scored on.
 """
 
 _INPUTS = """
@@ -41,9 +40,9 @@ Args:
     contexts (list of int): Of "last_token": numbers of tokens before the one scored; by default the powers of two
         below `length` - 1, and `length` - 1.
     batch_size (int or "auto"): Windows evaluated at once, 8 by default; "auto" takes as many as memory allows.
-    add_start_token (bool): Whether the BOS token goes before each text, so that its first token is scored;
+    add_start_token (bool): Whether to prepend the BOS token to each text, so that its first token is scored;
         True by default.
-    max_length (int): Read only so many tokens of each text, the start token included.
+    max_length (int): Number of tokens read of each text, the start token included; by default all.
     records (str): A file of JSON lines where finished texts are recorded; what it holds is not computed again.
     device (str): "cpu", "cuda" or "gpu"; by default a GPU if there is one.
     dtype (str or torch.dtype): Dtype of the weights; by default that of the checkpoint.
@@ -58,7 +57,7 @@ Returns:
     tokens: number of scored tokens.
     bits_per_byte: nll in bits, times the tokens per UTF-8 byte of the texts.
     confidence_interval, confidence_level, confidence_note: an interval for perplexity from a bootstrap over texts,
-        its level, and how it was made or why there is none.
+        its level, and its method or the reason why there is none.
     protocol, length, options: as used.
     loss_by_position: mean nll by number of tokens of context, in buckets between powers of two; for "last_token" at
         each of the contexts.
@@ -70,7 +69,7 @@ Example:
 
 
 class Perplexity(evaluate.Metric):
-    """Perplexity under a named protocol; the official metric's arguments and results, and more."""
+    """Perplexity under a named protocol; takes the official metric's arguments, returns its results, and more."""
 
     def _info(self) -> evaluate.MetricInfo:
         return evaluate.MetricInfo(
@@ -88,32 +87,13 @@ class Perplexity(evaluate.Metric):
         *,
         model: Any = None,
         tokenizer: Any = None,
-        protocol: str = "chunked",
-        length: int | None = None,
-        stride: int | None = None,
-        contexts: Sequence[int] | None = None,
-        batch_size: int | Literal["auto"] = 8,
-        add_start_token: bool = True,
-        max_length: int | None = None,
-        records: str | Path | None = None,
-        progress: bool = True,
-        **loading: Any,
+        **arguments: Any,
     ) -> dict[str, Any]:
+        names = {field.name for field in fields(PerplexityOptions)}
+        options = PerplexityOptions(**{name: value for name, value in arguments.items() if name in names})
+        loading = {name: value for name, value in arguments.items() if name not in names}
         model, tokenizer = _model_and_tokenizer(model_id, model, tokenizer, loading)
-        return compute_perplexity(
-            model,
-            tokenizer,
-            predictions,
-            protocol=protocol,
-            length=length,
-            stride=stride,
-            contexts=contexts,
-            batch_size=batch_size,
-            add_start_token=add_start_token,
-            max_length=max_length,
-            records=records,
-            progress=progress,
-        ).to_dict()
+        return measure_perplexity(model, tokenizer, predictions, options).to_dict()
 
 
 def _model_and_tokenizer(model_id: str | None, model: Any, tokenizer: Any, loading: dict[str, Any]) -> tuple[Any, Any]:
@@ -123,5 +103,5 @@ def _model_and_tokenizer(model_id: str | None, model: Any, tokenizer: Any, loadi
     if model_id is not None or model is None or tokenizer is None:
         raise ValueError("Pass either model_id, or both model and tokenizer already loaded.")
     if loading:
-        raise ValueError(f"{', '.join(loading)}: of use only with model_id; a model is loaded already.")
+        raise ValueError(f"{', '.join(loading)}: allowed only with model_id, but a model was passed that is loaded.")
     return model, tokenizer

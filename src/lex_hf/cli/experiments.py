@@ -1,0 +1,142 @@
+"""Experiments: demo, extrapolation, reproduce."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from lex_hf.cli.options import LARGEST_SEED, MOST, Device, Json
+from lex_hf.cli.printing import is_main_process, new_table, print_json, session
+
+
+def demo(
+    output: Annotated[Path, typer.Option(help="Folder for models, results and the plot.")] = Path("demo_output"),
+    steps: Annotated[int, typer.Option(min=1, max=MOST, help="Optimiser steps for each of the two models.")] = 1500,
+    generate: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens to generate.")] = 2000,
+) -> None:
+    """Train a tiny LEX on Python's own library, evaluate it at 16 times its training length, generate."""
+    from lex_hf.reproduce import demo as story
+
+    with session() as console:
+        story.run(output, steps=steps, generate=generate, console=console)
+
+
+def extrapolation(
+    output: Annotated[Path, typer.Option(help="Folder for models, table, plot and JSON; used again if it exists.")],
+    scheme: Annotated[list[str] | None, typer.Option(help="A position scheme; all of them by default.")] = None,
+    seed: Annotated[
+        list[int] | None, typer.Option(min=0, max=LARGEST_SEED, help="A seed; 0 and 1 by default.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, max=MOST, help="Optimiser steps of each model.")] = 1500,
+) -> None:
+    """Train a tiny model for each position scheme and compare them at up to 16 times the training length."""
+    from lex_hf.model.positions_lex import SCHEMES
+    from lex_hf.reproduce import extrapolation as comparison
+
+    with session() as console:
+        comparison.run(output, schemes=scheme or tuple(SCHEMES), seeds=seed or (0, 1), steps=steps, console=console)
+
+
+def reproduce(
+    table: Annotated[
+        str,
+        typer.Argument(
+            help="lex-table2 … lex-table6, lex-figure1, lex-figure2 (arXiv 2212.10554); sandwich-table1, -table2, "
+            "-table3, -table5, sandwich-figure4 … -figure7, -figure11 (arXiv 2212.10356)."
+        ),
+    ],
+    preset: Annotated[
+        str, typer.Option(help="tiny (two CPU cores), small (one GPU) or paper (as printed, on a cluster).")
+    ] = "tiny",
+    output: Annotated[
+        Path, typer.Option(help="Folder for models, which all tables made there share, and reports.")
+    ] = Path("reproduction"),
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Texts to train on, as of train; several times. With tiny, Python's own library if none."),
+    ] = None,
+    test: Annotated[
+        list[str] | None,
+        typer.Option(help="Texts to test on, NAME=FILE; several times, the same name to put files together."),
+    ] = None,
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas between them.")] = "0,1,2",
+    steps: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Optimiser steps; the preset's by default.")
+    ] = None,
+    length: Annotated[
+        int | None, typer.Option(min=8, max=MOST, help="l: tokens in a training example; the preset's by default.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option(help="bytes, bpe:SIZE, or a folder or Hub id; the preset's by default.")
+    ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(help="A further system, e.g. sandwich, kerple+bca, rope+sliding; several times."),
+    ] = None,
+    segments: Annotated[
+        int | None, typer.Option(min=1, help="Segments whose last tokens are scored; the preset's by default.")
+    ] = None,
+    device: Device = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be trained and measured.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make a table or figure of the papers again: train what is missing, measure, compare, report.
+
+    A run that was stopped or killed continues when the same command is given again.
+    """
+    from lex_hf.reproduce import running
+
+    with session(as_json) as console:
+        request = running.Request(
+            table=table,
+            preset=preset,
+            output=output,
+            data=data or (),
+            tests=test or (),
+            seeds=_seeds(seeds),
+            steps=steps,
+            length=length,
+            tokenizer=tokenizer,
+            also=also or (),
+            segments=segments,
+            device=device,
+        )
+        if dry_run:
+            result = running.Plan(request).to_dict()
+            if not as_json:
+                _print_reproduction(console, result)
+        else:
+            result = running.run(request, console=console)
+    if as_json and is_main_process():
+        print_json(result)
+
+
+def _seeds(text: str) -> list[int]:
+    """Read whole numbers with commas or spaces between them."""
+    words = text.replace(",", " ").split()
+    if not all(word.isdecimal() for word in words):
+        raise ValueError(f"--seeds {text}: they must be whole numbers with commas between them, e.g. 0,1,2.")
+    return [int(word) for word in words]
+
+
+def _print_reproduction(console: Console, plan: dict[str, Any]) -> None:
+    """Print what would be trained, and then measured."""
+    missing = [model for model in plan["models"] if model["state"] != "trained"]
+    title = f"{plan['table']} at the scale {plan['preset']}, l = {plan['training_length']}"
+    tokens = sum(model["tokens"] for model in missing)
+    caption = f"{len(missing)} of {len(plan['models'])} models are to be trained, on {tokens} tokens together"
+    table = new_table(title, caption)
+    table.add_column("systems", overflow="fold")
+    for column in ("seed", "parameters", "steps", "tokens"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True)
+    for model in plan["models"]:
+        numbers = (str(model[name]) for name in ("seed", "parameters", "steps", "tokens"))
+        table.add_row(", ".join(model["systems"]), *numbers, model["state"])
+    console.print(table)
+    lengths = ", ".join(map(str, plan["lengths"]))
+    console.print(
+        f"Measured: {plan['measure']} at {lengths} tokens, of {len(plan['evaluations'])} systems, on "
+        + (", ".join(texts["name"] for texts in plan["tests"]) or "no texts")
+    )

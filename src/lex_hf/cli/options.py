@@ -1,0 +1,77 @@
+"""Arguments and options that several commands share."""
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+MOST = 10**9  # of steps and of tokens
+LARGEST_SEED = 2**32 - 1  # of NumPy
+
+
+def finite(value: float) -> float:
+    """Refuse NaN and infinity, which ranges let pass."""
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is not a finite number.")
+    return value
+
+
+def typed(text: str, name: str) -> str:
+    """Refuse what was typed in another encoding."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not UTF-8 text, from character {error.start + 1} on: convert it.") from error
+    return text
+
+
+Model = Annotated[str, typer.Argument(help="Folder or Hub id of a model with its tokenizer.")]
+Files = Annotated[
+    list[str],
+    typer.Argument(help="Text files, JSON lines (.jsonl, .jsonl.gz), folders of them, or names of Hub datasets."),
+]
+TextField = Annotated[str, typer.Option(help="Field or column that holds the text.")]
+Json = Annotated[
+    bool,
+    typer.Option(
+        "--json",
+        help="Print the result as JSON, in which infinite numbers and NaN become null; all else goes to standard "
+        "error.",
+    ),
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")]
+Pattern = Annotated[str | None, typer.Option(help="blockwise, sliding or full; the model's own by default.")]
+Trust = Annotated[bool, typer.Option(help="Let code that comes with the model run.")]
+Protocol = Annotated[
+    str,
+    typer.Option(
+        help="chunked (segments alone), sliding (windows that overlap), streaming (one pass) or last_token "
+        "(the last token of each segment, with several numbers of tokens before it)."
+    ),
+]
+Stride = Annotated[
+    int | None, typer.Option(help="Of sliding: tokens between two windows; half the length by default.")
+]
+Contexts = Annotated[
+    list[int] | None,
+    typer.Option(help="Of last_token: tokens before the one scored; several times; powers of two by default."),
+]
+BatchSize = Annotated[str, typer.Option(help="Windows evaluated at once; 'auto' takes as many as memory allows.")]
+StartToken = Annotated[bool, typer.Option(help="Prepend the BOS token to each text.")]
+Records = Annotated[
+    Path | None,
+    typer.Option(help="File of finished texts: a run that was stopped continues from it. May serve several runs."),
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Another value for a field, as NAME=VALUE; several times."),
+]
+Length = Annotated[int, typer.Option(min=2, help="Tokens of a segment.")]
+Segments = Annotated[int, typer.Option(min=1, help="Number of segments, taken from the beginnings of the texts.")]
+Patterns = Annotated[
+    list[str] | None,
+    typer.Option("--attention-pattern", help="blockwise, sliding or full; several times to compare them."),
+]
+Output = Annotated[Path | None, typer.Option(help="Folder for the numbers (JSON) and pictures (PNG).")]

@@ -1,0 +1,202 @@
+"""Scoring: losses of the windows of documents, in batches as large as memory allows.
+
+Losses are negative log-likelihoods (NLL) in nats per token, computed in float32 whatever the dtype of the model.
+"""
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from accelerate.utils import find_executable_batch_size
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lex_hf.evaluation.protocols import Window
+
+_LOGITS_AT_ONCE = 4096  # tokens
+_LARGEST_BATCH = 64  # where the search for a batch size begins
+
+Windows = Mapping[int, Sequence[Window]]
+"""Windows of documents, in order, by index of the document."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Losses of consecutive targets of one document.
+
+    Attributes:
+        document: Index of the document, from 0.
+        target: Index of the first target in its document, at least 1.
+        context: Number of tokens the model had seen before the first target; one more for each next target.
+        nll: NLL of each target in nats, shape (targets,), float32.
+    """
+
+    document: int
+    target: int
+    context: int
+    nll: Tensor
+
+
+def document_scorer(
+    model: PreTrainedModel,
+    tokens: Sequence[Tensor],
+    windows: Windows,
+    batch_size: int | Literal["auto"],
+    progress: Callable[[int], Any],
+) -> Callable[[Windows], dict[int, list[Scores]]]:
+    """Return a function that scores documents, in batches of the size given or of one that fits into memory.
+
+    Args:
+        model: Any causal language model.
+        tokens: Token ids of each document, 1-D.
+        windows: All windows that are going to be scored.
+        batch_size: Number of windows evaluated at once; `"auto"` begins with 64 and halves it, for this and all later
+            calls, whenever there is not enough memory.
+        progress: Called with the number of tokens scored since the last call; negative if they are scored again.
+
+    Returns:
+        A function from windows of some of the documents to their losses, by index of the document. It raises
+        ValueError if a loss is not finite, or there is not enough memory for a single window.
+    """
+
+    def score(size: int, part: Windows) -> dict[int, list[Scores]]:
+        found: dict[int, list[Scores]] = defaultdict(list)
+        done = 0
+        try:
+            for scores in score_windows(model, tokens, part, size):
+                _check_finite(scores)
+                found[scores.document].append(scores)
+                done += len(scores.nll)
+                progress(len(scores.nll))
+        except RuntimeError:
+            progress(-done)  # if this was a lack of memory, a smaller batch starts over
+            raise
+        return found
+
+    if batch_size != "auto":
+        return lambda part: score(batch_size, part)
+    # Of windows that are read one by one there is only one batch size to try.
+    most = sum(not window.cached for cut in windows.values() for window in cut)
+    attempt = find_executable_batch_size(score, starting_batch_size=max(1, min(_LARGEST_BATCH, most)))
+
+    def score_what_fits(part: Windows) -> dict[int, list[Scores]]:
+        try:
+            return attempt(part)
+        except RuntimeError as error:
+            if "No executable batch size" not in str(error):
+                raise
+            raise ValueError(
+                "batch_size = 'auto': there is not enough memory for a single window of "
+                f"{max(window.size for cut in part.values() for window in cut)} tokens. Choose a smaller length."
+            ) from error
+
+    return score_what_fits
+
+
+def score_windows(
+    model: PreTrainedModel, documents: Sequence[Tensor], windows: Windows, batch_size: int
+) -> Iterator[Scores]:
+    """Compute the losses of windows of documents.
+
+    Windows without a cache share a batch if they are equal in size, also across documents, the largest first; then
+    documents with a cache are read one by one. At most `batch_size` windows' logits exist at a time, of LEX models
+    those of `_LOGITS_AT_ONCE` tokens.
+
+    Args:
+        model: Any causal language model.
+        documents: Token ids of each document, 1-D.
+        windows: By index of the document, its windows in order.
+        batch_size: Number of windows evaluated at once.
+
+    Returns:
+        An iterator over losses, in the order of computation.
+
+    Raises:
+        ValueError: If windows need a cache and the model returns no `past_key_values`, or it cannot read so many
+            tokens.
+    """
+    alone = [(document, each) for document, cut in windows.items() for each in cut if not each.cached]
+    alone.sort(key=_shape, reverse=True)  # too large a batch fails at once
+    for _, group in groupby(alone, key=_shape):
+        equal = list(group)
+        for first in range(0, len(equal), batch_size):
+            yield from _score_batch(model, documents, equal[first : first + batch_size])
+    for document, cut in windows.items():
+        yield from _score_stream(model, documents[document], document, [each for each in cut if each.cached])
+
+
+def _shape(window: tuple[int, Window]) -> tuple[int, int]:
+    return window[1].size, window[1].scored
+
+
+def _score_batch(
+    model: PreTrainedModel, documents: Sequence[Tensor], batch: Sequence[tuple[int, Window]]
+) -> Iterator[Scores]:
+    tokens = torch.stack([documents[document][each.start : each.stop + 1] for document, each in batch])
+    scored = batch[0][1].scored
+    # The logits of a long text would take more memory than everything else.
+    if len(batch) * scored > _LOGITS_AT_ONCE and type(model).__name__ == "LexForCausalLM":
+        decoder, head = model.base_model, model.get_output_embeddings()
+        states = _forward(decoder, tokens[:, :-1], scored, use_cache=False).last_hidden_state
+    else:
+        states, head = _forward(model, tokens[:, :-1], scored, use_cache=False).logits, nn.Identity()
+    pieces = zip(
+        states[:, -scored:].flatten(0, 1).split(_LOGITS_AT_ONCE),
+        tokens[:, -scored:].flatten().split(_LOGITS_AT_ONCE),
+        strict=True,
+    )
+    losses = torch.cat([_token_losses(head(part), targets) for part, targets in pieces])
+    for (document, window), row in zip(batch, losses.split(scored), strict=True):
+        yield Scores(document, window.target, window.context, row)
+
+
+def _score_stream(
+    model: PreTrainedModel, tokens: Tensor, document: int, windows: Sequence[Window]
+) -> Iterator[Scores]:
+    # All losses share one buffer: allocated between the states of the chunks they would fragment memory.
+    sizes, cache = [window.scored for window in windows], None
+    for window, losses in zip(windows, torch.empty(sum(sizes)).split(sizes), strict=True):
+        row = tokens[window.start : window.stop + 1]
+        output = _forward(model, row[None, :-1], window.scored, past_key_values=cache, use_cache=True)
+        cache = getattr(output, "past_key_values", None)
+        if cache is None:
+            raise ValueError(
+                f"protocol = 'streaming': {type(model).__name__} returns no past_key_values, so it cannot read a "
+                "text in chunks. Use protocol='chunked'."
+            )
+        losses.copy_(_token_losses(output.logits[0, -window.scored :], row[-window.scored :]))
+        yield Scores(document, window.target, window.context, losses)
+
+
+def _forward(model: PreTrainedModel, input_ids: Tensor, scored: int, **options: Any) -> Any:
+    """Run the model; logits that are not scored are left out if it can do that."""
+    if scored < input_ids.shape[1] and "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = scored
+    try:
+        return model(input_ids=input_ids.to(model.device), **options)
+    except IndexError as error:  # ids are known to be in range, so it is the table of positions that ends
+        raise ValueError(
+            f"{type(model).__name__} cannot read {input_ids.shape[1]} tokens here ({error}). If its position "
+            "embeddings end, choose a smaller length, or max_length with protocol='streaming'."
+        ) from error
+
+
+def _token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """NLL of `targets`, shape (targets,), on the CPU; one row at a time, so the float32 copy stays small."""
+    return F.cross_entropy(logits.float(), targets.to(logits.device), reduction="none").cpu()
+
+
+def _check_finite(scores: Scores) -> None:
+    broken = (~scores.nll.isfinite()).nonzero()
+    if len(broken):
+        first = int(broken[0])
+        raise ValueError(
+            f"The loss of token {scores.target + first} of text {scores.document} (both counted from 0, "
+            f"with the start token) is {scores.nll[first].item()}, after {scores.context + first} tokens of "
+            "context. Check the weights, or load the model with dtype='float32'."
+        )

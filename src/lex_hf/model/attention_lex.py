@@ -1,0 +1,461 @@
+"""The layout of a forward pass in blocks: no query ever meets a key outside its pair of blocks.
+
+A *plan* is made once per forward pass and attention pattern, and used by every layer. There are two: a [`Fold`] of
+many tokens (or one, where rows have read equally many), and a [`Step`] of one token for rows that differ. Slots
+0 … 2h - 1 are the pair of blocks at the start of the text, or the pair that the cache holds, and the text continues
+from there: slot s belongs to block s div h. A fold attends separately in three parts of a text:
+
+* the *head*: what still falls into the first pair. For a text no longer than l this is all, and it is plain causal
+  attention (LEX paper, §3.3: blockwise attention only differs beyond l);
+* the *blocks*: whole blocks, folded into the batch dimension, each with the keys of its own and the previous block;
+* the *tail*: the last, incomplete block.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+
+from .batch_lex import Batch, Movable
+from .cache_layer_lex import LexCacheLayer
+from .functions_lex import AttentionFunction, additive_mask, attention_weights
+from .masking_lex import FullPattern
+from .positions_lex import PositionScheme
+from .rotation_lex import Rotation, scaled
+from .slots_lex import next_slot, next_slots, slots_in_use, spread
+
+# (query, key, value, mask, is_causal, scaling=, dropout=) -> (output, weights or None), with states of the shape
+# (batch, heads, sequence, head_dim): an `AttentionFunction` whose module is given.
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A maker of plans for one attention pattern.
+
+    Attributes:
+        pattern: The attention pattern.
+        scheme: The position scheme.
+        function: The attention function, which decides on the form of masks.
+        dtype: Dtype of the states.
+        device: Where they are.
+        tp_mesh: The processes that share out the heads of a layer; `None` if each has all of them.
+    """
+
+    pattern: FullPattern
+    scheme: PositionScheme
+    function: AttentionFunction
+    dtype: torch.dtype
+    device: torch.device
+    tp_mesh: Any = None
+
+    def plan(self, pieces: list[Batch], layer: LexCacheLayer | None) -> "list[Fold | Step]":
+        """Plan a forward pass.
+
+        Args:
+            pieces: Layout of the batch, or of consecutive pieces of a text that rows read side by side.
+            layer: The cache of a layer with this pattern, or `None`.
+
+        Raises:
+            ValueError: If the attention function, the position scheme or the cache cannot serve the batch.
+        """
+        if layer is not None and layer.block is None and layer.is_preallocated:
+            _check_room(pieces[0], layer.slots)
+        if layer is not None and isinstance(pieces[0].before, torch.Tensor):
+            (batch,) = pieces
+            return [Step.make(self, batch, layer) if batch.length == 1 else self._fold_by_row(batch, layer)]
+        fill, block = 0 if layer is None else layer.fill, self.pattern.block
+        plans: list[Fold | Step] = []
+        for piece in pieces:
+            fill = next_slot(fill, block)
+            plans.append(self._fold(piece, fill))
+            fill = slots_in_use(fill + piece.length, block)
+        return plans
+
+    def _fold(self, batch: Batch, fill: int) -> "Fold":
+        """Plan the tokens of rows that have read equally many, from slot `fill` on."""
+        assert isinstance(batch.before, int)
+        self.scheme.check_length(batch.before + batch.length, self.pattern.block, self.dtype)
+        block = self.pattern.block if batch.document is None else self.pattern.packed_block
+        slots = torch.arange(fill, fill + batch.length, device=self.device)
+        return Fold.divide(self, batch, block, fill, batch.length, self.rotation(batch, slots, block))
+
+    def _fold_by_row(self, batch: Batch, layer: LexCacheLayer) -> "Fold":
+        """Plan several tokens of rows that have read different numbers of them.
+
+        Every row's slots begin with its pair of blocks, so the blocks of all rows lie side by side although their new
+        tokens do not, and the text can be folded as one that begins at slot 0; up to 2h queries of each row are
+        computed for nothing. Full attention has no blocks to fold: there, the new queries alone meet all slots.
+        """
+        assert isinstance(batch.before, torch.Tensor)
+        fills, width = next_slots(batch.before, layer.block), layer.width_before(batch)
+        end, slots = width + batch.length, fills[:, None] + torch.arange(batch.length, device=self.device)
+        self.scheme.check_length(end, layer.block, self.dtype)
+        rotation = self.rotation(batch, slots, layer.block)
+        if layer.block is not None:
+            return Fold.divide(self, batch, layer.block, 0, end, rotation, fills)
+        key = torch.arange(end, device=self.device)
+        mask = self.mask(self.pattern.visible(slots, key), self.bias(slots, key, end))
+        return Fold(None, batch, width, batch.length, 0, 0, 0, (mask,), (False,), rotation, fills)
+
+    def rotation(self, batch: Batch, slots: torch.Tensor, block: int | None) -> Rotation:
+        """Return the rotation of new tokens.
+
+        Args:
+            batch: Layout of the batch.
+            slots: Slot of each token, shape `(sequence,)` or `(batch, sequence)`.
+            block: Length of the blocks in which slots are counted.
+        """
+        positions = batch.positions(self.device)
+        if block is None:
+            return self.scheme.rotation(positions, positions, block, self.dtype)
+        in_pair = torch.where(slots < 2 * block, slots, block + slots % block)
+        return self.scheme.rotation(positions, (in_pair - block).expand(positions.shape), block, self.dtype)
+
+    def bias(self, query: torch.Tensor, key: torch.Tensor, num_slots: int) -> torch.Tensor | None:
+        """Return the position bias of this process's heads.
+
+        Args:
+            query: Slots of queries, shape `(..., query)`.
+            key: Slots of keys, shape `(..., key)`.
+            num_slots: An upper bound of all slots, exclusive.
+
+        Returns:
+            Shape `(..., num_heads, query, key)`, or `None` if the scheme has none.
+        """
+        bias = self.scheme(query, key, num_slots, torch.promote_types(self.dtype, torch.float32))
+        return bias if bias is None or self.tp_mesh is None else _own_heads(bias, self.tp_mesh)
+
+    def mask(self, seen: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """Return what the attention function takes, see [`AttentionFunction.mask`]."""
+        names = (f"{self.pattern.name} attention in this batch", type(self.scheme).__name__)
+        return self.function.mask(seen, bias, self.dtype, names)
+
+
+@dataclass(frozen=True)
+class Fold(Movable):
+    """The plan of many tokens: views and whole blocks, no gathering where rows have read equally many.
+
+    Attributes:
+        block: Length of the folded blocks; `None` without any.
+        batch: Layout of the batch.
+        fill: Slots in use before the first query.
+        head: Number of queries in the head; `tail` likewise.
+        blocks: Number of whole blocks.
+        tail: Number of queries in the tail.
+        first_key: First slot that the head sees.
+        masks: Masks of head, blocks and tail, shape `(batch or 1, num_heads or 1, query, key)`; `None` where all keys
+            are seen or `causal` says it.
+        causal: Whether the attention function hides keys after their query by itself, in head, blocks and tail.
+        rotation: What queries and keys are rotated by.
+        fills: Slots of each row in use, shape `(batch,)`, where they differ: the fold is then over the slots of the
+            whole text, from slot 0 on.
+    """
+
+    block: int | None
+    batch: Batch
+    fill: int
+    head: int
+    blocks: int
+    tail: int
+    first_key: int
+    masks: tuple[torch.Tensor | None, ...]
+    causal: tuple[bool, ...]
+    rotation: Rotation
+    fills: torch.Tensor | None = None
+
+    @classmethod
+    def divide(
+        cls,
+        planner: Planner,
+        batch: Batch,
+        block: int | None,
+        fill: int,
+        length: int,
+        rotation: Rotation,
+        fills: torch.Tensor | None = None,
+    ) -> "Fold":
+        """Divide `length` tokens, which continue at slot `fill`, into head, blocks and tail."""
+        head = length if block is None or length <= 2 * block - fill else 2 * block - fill
+        blocks, tail = (0, 0) if block is None else ((length - head) // block, (length - head) % block)
+        first_key = planner.pattern.first_key(fill) if head == 1 and batch.document is None else 0
+        plan = cls(block, batch, fill, head, blocks, tail, first_key, (), (), rotation, fills)
+        parts = plan._head_mask(planner), *plan._block_masks(planner)
+        return replace(plan, masks=tuple(mask for mask, _ in parts), causal=tuple(causal for _, causal in parts))
+
+    def _head_mask(self, planner: Planner) -> tuple[torch.Tensor | None, bool]:
+        """Return the mask of the head, and whether it is plain causal attention instead."""
+        end, pattern = self.fill + self.head, planner.pattern
+        slots = torch.arange(end, device=planner.device)
+        query, key = slots[self.fill :], slots[self.first_key :]
+        bias = planner.bias(query, key, max(end, 2 * (self.block or 0)))
+        if self.head == 1:
+            return planner.mask(None, bias), False
+        is_plain = pattern.is_causal(end) and self.batch.document is None and bias is None
+        if is_plain and planner.function.masks_later_keys(is_square=self.fill == 0):
+            return None, True
+        if self.batch.document is None or self.batch.position is None:
+            return planner.mask(pattern.visible(query, key), bias), False
+        document, position = self.batch.document[:, self.fill : end], self.batch.position[:, self.fill : end]
+        same = document[:, :, None] == document[:, None, :]
+        return planner.mask(same & pattern.visible(position, position), bias), False
+
+    def _block_masks(self, planner: Planner) -> list[tuple[torch.Tensor | None, bool]]:
+        """Return the masks of blocks and tail, and whether each is plain causal attention instead."""
+        masks: list[tuple[torch.Tensor | None, bool]] = []
+        start, pattern, block = self.fill + self.head, planner.pattern, self.block or 0
+        for size, count in ((block, self.blocks), (self.tail, min(self.tail, 1))):
+            if not count:
+                masks.append((None, False))
+                continue
+            slots = torch.arange(2 * block, device=planner.device)
+            query, key = slots[block : block + size], slots[: block + size]
+            bias = planner.bias(query, key, 2 * block)
+            is_plain = pattern.is_causal(2 * block) and self.batch.document is None and bias is None
+            if is_plain and planner.function.masks_later_keys(is_square=False):
+                masks.append((None, True))
+            else:
+                masks.append((planner.mask(self._seen(pattern, query, key, start, count), bias), False))
+            start += size * count
+        return masks
+
+    def _seen(
+        self, pattern: FullPattern, query: torch.Tensor, key: torch.Tensor, start: int, count: int
+    ) -> torch.Tensor:
+        """Return which keys are seen in `count` blocks from column `start` on, each with the block before it."""
+        if self.batch.document is None or self.batch.position is None:
+            return pattern.visible(query, key)
+        first = start + torch.arange(count, device=query.device)[:, None] * len(query)
+        places = first + torch.arange(len(query), device=query.device), first - (len(key) - len(query)) + key
+        (query_document, key_document), (query_position, key_position) = (
+            (table[:, places[0]].flatten(0, 1), table[:, places[1]].flatten(0, 1))
+            for table in (self.batch.document, self.batch.position)
+        )
+        same = query_document[:, :, None] == key_document[:, None, :]
+        return same & pattern.visible(query_position, key_position)
+
+    def with_masks(self, masks: tuple[torch.Tensor | None, ...]) -> Self:
+        """Return the plan with other masks; those of a forward pass that is done again, for gradients."""
+        return replace(self, masks=masks) if masks else self
+
+    def key_order(self, width: int) -> torch.Tensor | None:
+        """Return the slot of each key in the order that users see; `None` if it is that of slots.
+
+        See [`Batch.key_order`].
+
+        Args:
+            width: Number of slots.
+        """
+        if self.fills is not None:
+            return self.batch.key_order(self.fills, width)
+        if self.batch.inverse is None:
+            return None
+        return self.batch.key_order(self.batch.inverse.new_full((self.batch.size,), self.fill), width)
+
+    def attend(
+        self,
+        function: Attend,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        dropout: float,
+        dense: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Apply attention to head, blocks and tail.
+
+        Args:
+            function: The attention function.
+            query: Rotated queries, shape `(batch, num_heads, sequence, head_dim)`.
+            key: Keys of slots 0, 1, …: those that the cache returned, or without a cache the new ones, shape
+                `(batch, num_key_value_heads, slots, head_dim)`.
+            value: As `key`.
+            scaling: Factor on the scores.
+            dropout: Probability with which a weight becomes zero.
+            dense: Whether to return the weights, which takes queries × slots of memory.
+
+        Returns:
+            Outputs, like `query`, and weights, shape `(batch, num_heads, sequence, slots)`, or `None`.
+        """
+        function = partial(function, scaling=scaling, dropout=dropout)
+        if self.fills is None or self.block is None:
+            return self._attend(function, query, key, value, dense)
+        slots = self.fills[:, None] + torch.arange(self.batch.length, device=query.device)
+        blank = query.new_zeros((*query.shape[:2], key.shape[2] - query.shape[2], query.shape[3]))
+        output, weights = self._attend(function, spread(query, self.fills, blank), key, value, dense)
+        index = slots[:, None, :, None]
+        return output.take_along_dim(index, dim=2), None if weights is None else weights.take_along_dim(index, dim=2)
+
+    def _attend(
+        self, function: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        keys = self.fill + self.head - self.first_key
+        parts = [
+            function(
+                query.narrow(2, 0, self.head),
+                key.narrow(2, self.first_key, keys),
+                value.narrow(2, self.first_key, keys),
+                self.masks[0],
+                self.causal[0],
+            )
+        ]
+        if self.blocks or self.tail:
+            assert self.block is not None
+            parts += self._attend_blocks(function, query[:, :, self.head :], key, value, self.block)
+        output = parts[0][0]
+        if len(parts) > 1:  # joined as attention functions leave them, so that the output projection need not copy
+            output = torch.cat([part[0].transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
+        return output, self._dense_weights([part[1] for part in parts], key.shape[2]) if dense else None
+
+    def _attend_blocks(
+        self, function: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """Apply attention to whole blocks and to the tail; `key` and `value` start at slot 0."""
+        key, value, whole = key[:, :, block:], value[:, :, block:], self.blocks * block
+        batch, parts, decay = query.shape[0], [], self.rotation.decay
+        if self.blocks:
+            keys = _windows(key[:, :, : whole + block], block)
+            if decay is not None:
+                previous = scaled(key[:, :, :whole], decay)
+                keys = torch.cat((_folded(previous, block), _folded(key[:, :, block:], block, whole)), dim=2)
+            values = _windows(value[:, :, : whole + block], block)
+            output, weights = function(_folded(query, block, whole), keys, values, self.masks[1], self.causal[1])
+            output = output.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
+            parts.append((output, None if weights is None else weights.unflatten(0, (batch, -1))))
+        if self.tail:
+            keys = key[:, :, whole:]
+            if decay is not None:
+                keys = torch.cat((scaled(keys[:, :, :block], decay), keys[:, :, block:]), dim=2)
+            parts.append(function(query[:, :, whole:], keys, value[:, :, whole:], self.masks[2], self.causal[2]))
+        return parts
+
+    def _dense_weights(self, parts: list[torch.Tensor | None], slots: int) -> torch.Tensor | None:
+        """Spread the weights of head, blocks and tail over a query × key matrix."""
+        first = parts[0]
+        if first is None or (len(parts) == 1 and self.first_key == 0):
+            return first
+        dense = first.new_zeros((*first.shape[:2], self.head + self.blocks * (self.block or 0) + self.tail, slots))
+        dense[:, :, : self.head, self.first_key : self.first_key + first.shape[3]] = first
+        query, block = self.head, self.block or 0
+        folded = parts[1].unbind(1) if self.blocks and parts[1] is not None else ()
+        for part in (*folded, *(parts[-1:] if self.tail else ())):
+            assert part is not None
+            key = (self.fill + query) // block * block - block
+            dense[:, :, query : query + part.shape[2], key : key + part.shape[3]] = part
+            query += part.shape[2]
+        return dense
+
+
+@dataclass(frozen=True)
+class Step(Movable):
+    """The plan of one token for each row, wherever its text stands, with a cache that is a ring.
+
+    Attributes:
+        batch: Layout of the batch.
+        slots: Slot of each row's token in the ring, shape `(batch,)`.
+        masks: What is added to scores, shape `(batch, num_heads or 1, 1, slots)`.
+        rotation: What queries and keys are rotated by.
+        scales: What a query is multiplied by for each half of the ring, shape `(batch, 1, 2, head_dim)`; `None` if
+            keys of both are scaled alike.
+        is_direct: Whether to call the attention function. Those of transformers take one query for all keys, so they
+            cannot serve two halves.
+    """
+
+    batch: Batch
+    slots: torch.Tensor
+    masks: tuple[torch.Tensor | None, ...]
+    rotation: Rotation
+    scales: torch.Tensor | None
+    is_direct: bool
+
+    @classmethod
+    def make(cls, planner: Planner, batch: Batch, layer: LexCacheLayer) -> "Step":
+        """Plan the tokens after those that each row has read."""
+        assert isinstance(batch.before, torch.Tensor)
+        positions, block = batch.before, layer.block
+        if block is None:
+            end = layer.slots if layer.is_preallocated else layer.width_before(batch) + 1
+            planner.scheme.check_length(end, block, planner.dtype)
+            slots, query, key = positions, positions[:, None], torch.arange(end, device=planner.device)
+            seen, bound, own = planner.pattern.visible(query, key), end, None
+        else:
+            slots, query, bound = positions % (2 * block), positions[:, None] % block + block, 2 * block
+            own = torch.arange(2, device=planner.device) == (positions // block % 2)[:, None]
+            key = (
+                torch.arange(2 * block, device=planner.device).view(2, block) % block + block * own[:, :, None]
+            ).flatten(1)
+            exists = (own | (positions >= block)[:, None]).repeat_interleave(block, dim=1)
+            seen = planner.pattern.visible(query, key) & exists[:, None]
+        mask = additive_mask(seen, planner.bias(query, key, bound), planner.dtype)
+        rotation = planner.rotation(batch, query, block)
+        scales = None
+        if own is not None and rotation.decay is not None:
+            scales = torch.where(own[:, :, None], 1.0, rotation.decay)[:, None]
+        is_direct = scales is None and planner.function.suits_single_queries
+        return cls(batch, slots, (mask,), rotation, scales, is_direct)
+
+    def with_masks(self, masks: tuple[torch.Tensor | None, ...]) -> Self:
+        """Return the plan with other masks; see [`Fold.with_masks`]."""
+        return replace(self, masks=masks) if masks else self
+
+    def key_order(self, width: int) -> torch.Tensor | None:
+        """Return the slot of each key in the order that users see: those of the ring up to the new token's."""
+        return self.batch.key_order(self.slots, width)
+
+    def attend(
+        self,
+        function: Attend,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        *,
+        scaling: float,
+        dropout: float,
+        dense: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Apply attention; arguments and results as for [`Fold.attend`], `key` and `value` are the ring's."""
+        if self.is_direct:
+            output, weights = function(query, key, value, self.masks[0], False, scaling=scaling, dropout=dropout)
+            return output, weights if dense else None
+        halves, heads = 1 if self.scales is None else 2, key.shape[1]
+        queries = scaled(query.expand(-1, -1, halves, -1), self.scales).unflatten(1, (heads, -1))
+        scores = key.unflatten(2, (halves, -1)) @ queries.permute(0, 1, 3, 4, 2)
+        scores = scores.flatten(2, 3).transpose(2, 3).flatten(1, 2)[:, :, None] * scaling + self.masks[0]
+        weights = attention_weights(scores, value.dtype, dropout)
+        output = weights.squeeze(2).unflatten(1, (heads, -1)) @ value
+        return output.flatten(1, 2)[:, :, None], weights if dense else None
+
+
+def _check_room(batch: Batch, room: int) -> None:
+    """Check that preallocated full attention has room for all new tokens; padding takes its place as well."""
+    message = f"The static cache has room for {room} tokens of full attention"
+    hint = ": make it with a larger max_cache_len, which counts padding too."
+    before = batch.before
+    if torch.compiler.is_compiling() and isinstance(before, torch.Tensor):
+        torch._assert_async((before.max() + batch.length <= room), message + hint)
+    elif (end := (before if isinstance(before, int) else int(before.max())) + batch.length) > room:
+        raise ValueError(f"{message}, and the text has {end}{hint}")
+
+
+def _own_heads(bias: torch.Tensor, tp_mesh: Any) -> torch.Tensor:
+    """Of a bias `(..., num_heads, query, key)`, the heads of this process; gradients come from all of them."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard  # not every build of PyTorch has them
+
+    whole = DTensor.from_local(bias, tp_mesh, [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Shard(bias.dim() - 3)]).to_local()
+
+
+def _windows(states: torch.Tensor, block: int) -> torch.Tensor:
+    """Return each block with the one before it, `(batch * blocks, heads, 2 * block, head_dim)`.
+
+    Windows of two blocks, one block apart: of a single text a view, without a copy.
+    """
+    return states.unfold(2, 2 * block, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
+
+
+def _folded(states: torch.Tensor, block: int, length: int | None = None) -> torch.Tensor:
+    """Move whole blocks into the batch dimension: `(batch * blocks, heads, block, head_dim)`."""
+    return states[:, :, :length].unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,463 @@
+"""A layer of the generation cache: two blocks of keys and values, however long the text.
+
+While all rows have read equally many tokens, it holds a *pair of blocks*, `2h` slots. The first block of a text fills
+slots 0 … h - 1, the second slots h … 2h - 1. When a further token comes to a full pair, the second block moves to the
+first place and the token goes to slot h; so the keys that a query meets lie side by side, and nothing is masked.
+
+Where rows differ, and in a preallocated cache, the same two blocks are a *ring*: token p of a text is in slot
+p mod 2h, nothing ever moves, and a mask says what a query meets. One compiled graph serves every step.
+
+Keys are stored rotated for their absolute position. What xPos scales is relative to a block: keys of the previous
+block are multiplied by constants, when they move to the first place of a pair, or in a ring by way of the query.
+Full attention is one block without an end, in storage that doubles when it is full.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers.cache_utils import CacheLayerMixin
+
+from .batch_lex import Batch, Counts, as_tensor
+from .masking_lex import FullPattern
+from .rotation_lex import scaled
+from .slots_lex import append, next_slots, slots_in_use, spread, take
+
+ROLLBACK = 256  # tokens that can be taken back over borders of blocks while the past is recorded
+
+Origin = tuple[tuple[str, Any], ...]
+
+
+class LexCacheLayer(CacheLayerMixin):
+    """Keys and values of one layer: two blocks for each row.
+
+    Args:
+        pattern: The attention pattern of the layer.
+        origin: Names and values of the fields that decide how keys are stored.
+        max_cache_len: Number of tokens that full attention has room for, in a preallocated cache; `None` for a cache
+            that grows as it needs to.
+
+    Attributes:
+        keys: Shape `(batch, num_key_value_heads, slots, head_dim)`, with `2h` slots, or as many as full attention has
+            room for.
+        values: As `keys`.
+        lengths: Number of tokens that have been read, padding not counted. A number while all rows have read equally
+            many, and the storage is a pair of blocks; otherwise, and if preallocated, a tensor, and it is a ring.
+        fill: Slots of the pair of blocks in use.
+        padding: Checksum of the columns that were read as padding.
+        columns: Number of columns of input read, padding included; if preallocated, a tensor without axes.
+        record_past: Whether to remember what moves of blocks change, for [`LexCacheLayer.crop`].
+        past: If so, keys and values of the pair of blocks at the last crop and of all tokens since, as they were
+            written, and what scales keys of a block that becomes the previous one.
+        takes_pieces: Whether `update` may be called several times in one forward pass.
+    """
+
+    takes_pieces = True
+
+    def __init__(self, pattern: FullPattern, origin: Origin = (), max_cache_len: int | None = None) -> None:
+        super().__init__()
+        self.pattern = pattern
+        self.origin = origin
+        self.max_cache_len = max_cache_len
+        self.fill = 0
+        self.lengths: Counts = 0
+        self.padding: Counts = 0
+        self.columns: Counts = 0
+        if max_cache_len is not None:
+            self.lengths, self.padding, self.columns = (torch.zeros((), dtype=torch.long) for _ in range(3))
+        self.record_past = False
+        self.past: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
+
+    @property
+    def block(self) -> int | None:
+        """Length of a block in tokens; `None` for full attention."""
+        return self.pattern.block
+
+    @property
+    def is_preallocated(self) -> bool:
+        """True if all tensors are allocated once and stay where they are."""
+        return self.max_cache_len is not None
+
+    is_compileable = is_preallocated  # whether `generate` compiles the steps that use it
+
+    @property
+    def is_sliding(self) -> bool:
+        """True if memory is bounded."""
+        return self.block is not None
+
+    @property
+    def slots(self) -> int:
+        """Number of slots of the storage."""
+        if self.block is not None:
+            return 2 * self.block
+        return self.keys.shape[2] if self.max_cache_len is None else self.max_cache_len
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the storage.
+
+        Args:
+            key_states: Shape `(batch, num_key_value_heads, sequence, head_dim)`.
+            value_states: As `key_states`.
+        """
+        self.dtype, self.device = key_states.dtype, key_states.device
+        batch, heads, _, width = key_states.shape
+        slots = self.max_cache_len or 0 if self.block is None else 2 * self.block
+        with torch.inference_mode(False):  # so that a text begun in inference mode may be continued outside of it
+            self.keys = torch.zeros((batch, heads, slots, width), dtype=self.dtype, device=self.device)
+            self.values = torch.zeros_like(self.keys)
+            if self.is_preallocated:
+                # Copies of each layer's own tensors: equal constants of a compiled graph would become one tensor.
+                lengths, padding, columns = map(self._count, ("lengths", "padding", "columns"))
+                self.lengths, self.padding = (
+                    count.to(self.device).expand(batch).clone() for count in (lengths, padding)
+                )
+                self.columns = columns.to(self.device)
+        self._pin()
+        self.is_initialized = True
+
+    def _count(self, name: str) -> torch.Tensor:
+        count = getattr(self, name)
+        assert isinstance(count, torch.Tensor)
+        return count
+
+    def _pin(self) -> None:
+        """Mark the tensors that stay where they are; otherwise CUDA graphs cannot be replayed."""
+        self.batch_size = self.keys.shape[0]
+        if self.is_preallocated and not torch.compiler.is_compiling():
+            for tensor in (self.keys, self.values, self.lengths, self.padding, self.columns):
+                torch._dynamo.mark_static_address(tensor)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new tokens and return all keys and values that their attention needs.
+
+        The cached states are constants: no gradient flows into earlier calls.
+
+        Args:
+            key_states: Rotated keys, those of each row first, shape
+                `(batch, num_key_value_heads, sequence, head_dim)`.
+            value_states: Values, same shape.
+            args: The [`Batch`], and what scales keys of a block that becomes the previous one (`Rotation.decay`).
+            kwargs: Unused; part of transformers' interface.
+
+        Returns:
+            Keys and values, shape `(batch, num_key_value_heads, slots, head_dim)`: slots 0, 1, … of the text that
+            begins with the pair of blocks in the cache; for single tokens of rows that differ, the ring. They may be
+            views of the storage.
+        """
+        batch, decay = args
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._check_states(key_states)
+        if isinstance(batch.before, int):
+            states = self._append(key_states, value_states, batch, decay)
+        elif batch.length == 1:
+            states = self._write_token(key_states, value_states, batch)
+        else:
+            states = self._append_by_row(key_states, value_states, batch, decay)
+        self._advance(batch)
+        return states
+
+    def tokens_read(self, batch: int, length: int, device: torch.device) -> Counts:
+        """Return the number of tokens that were read before `length` new columns of a batch.
+
+        Args:
+            batch: Number of rows.
+            length: Number of columns of new tokens.
+            device: Where these are.
+        """
+        if not self.is_preallocated:
+            return self.lengths
+        if self.is_initialized:
+            return self._count("lengths").clone()  # a preallocated cache counts in place
+        return torch.zeros(batch, dtype=torch.long, device=device) if length == 1 else 0
+
+    def _check_states(self, key: torch.Tensor) -> None:
+        """Check that new keys are like those in the storage; another model or another autocast gives others."""
+        held = (self.keys.shape[1], self.keys.shape[3], self.dtype)
+        new = (key.shape[1], key.shape[3], key.dtype)
+        if held != new:
+            raise ValueError(
+                f"past_key_values holds {held[0]} heads of {held[1]} in {held[2]}, and this model has {new[0]} of "
+                f"{new[1]} in {new[2]}: the cache was filled by another model, or in another dtype. Read the text "
+                "again with past_key_values=None."
+            )
+
+    def _append(
+        self, key: torch.Tensor, value: torch.Tensor, batch: Batch, decay: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store tokens of rows that have read equally many, after the pair of blocks."""
+        self._make_room(decay)
+        end = self.fill + batch.length
+        if self.block is None and not self.is_preallocated:
+            self._reserve(end)
+        self._remember(key, value, batch, decay)
+        counts = batch.counts
+        if self.is_preallocated or isinstance(counts, torch.Tensor):
+            keys, values = append(self.keys, key, self.fill), append(self.values, value, self.fill)
+            ends = self.fill + as_tensor(counts, batch.size, key.device)
+            self._store_ring(keys.detach(), values.detach(), ends, batch.before - self.fill, decay)
+            return keys, values
+        if end <= self.keys.shape[2] and not (torch.is_grad_enabled() and key.requires_grad):
+            self.keys.narrow(2, self.fill, batch.length).copy_(key)
+            self.values.narrow(2, self.fill, batch.length).copy_(value)
+            keys, values = self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
+        else:
+            keys, values = append(self.keys, key, self.fill), append(self.values, value, self.fill)
+            self._store_pair(keys.detach(), values.detach(), self.fill + counts, decay)
+        self.fill = slots_in_use(self.fill + counts, self.block)
+        return keys, values
+
+    def _append_by_row(
+        self, key: torch.Tensor, value: torch.Tensor, batch: Batch, decay: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store several tokens of rows that have read different numbers of them: the blocks as a pair, then these."""
+        assert isinstance(batch.before, torch.Tensor)
+        fills = next_slots(batch.before, self.block)
+        width = self.width_before(batch)
+        if self.block is None:
+            self._reserve(width + batch.length)
+        first = batch.before - fills
+        slot = torch.arange(width, device=key.device)
+        if self.block is not None:
+            slot = (slot + first[:, None]) % (2 * self.block)
+        keys, values = (
+            spread(new, fills, take(stored, slot, width)) for new, stored in ((key, self.keys), (value, self.values))
+        )
+        if decay is not None and self.block is not None:
+            previous = scaled(keys[:, :, : self.block], decay)
+            is_stored = torch.arange(self.block, device=key.device) < fills[:, None]
+            previous = torch.where(is_stored[:, None, :, None], previous, keys[:, :, : self.block])
+            keys = torch.cat((previous, keys[:, :, self.block :]), dim=2)
+        self._store_ring(keys.detach(), values.detach(), fills + batch.counts, first, decay)
+        return keys, values
+
+    def width_before(self, batch: Batch) -> int:
+        """Return an upper bound of the slots that rows use before new tokens, after room was made."""
+        if self.block is not None:
+            return 2 * self.block - 1
+        return self.slots - batch.length if self.is_preallocated else int(self.columns)
+
+    def _write_token(self, key: torch.Tensor, value: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store one token for each row in the ring; a row without a token keeps its state."""
+        assert isinstance(batch.before, torch.Tensor)
+        if self.block is None:
+            self._reserve(1 if self.is_preallocated else int(self.columns) + 1)
+        row = torch.arange(batch.size, device=key.device)
+        slot = batch.before if self.block is None else batch.before % (2 * self.block)
+        stored = []
+        for storage, states in ((self.keys, key), (self.values, value)):
+            new = states[:, :, 0].detach()
+            if batch.real is not None:
+                new = torch.where(batch.real[:, -1, None, None], new, storage[row, :, slot])
+            storage[row, :, slot] = new
+            if torch.is_grad_enabled() and states.requires_grad:
+                storage = storage.scatter(2, slot[:, None, None, None].expand_as(states), states)
+            stored.append(storage)
+        end = self.keys.shape[2] if self.block is not None or self.is_preallocated else int(self.columns) + 1
+        return stored[0].narrow(2, 0, end), stored[1].narrow(2, 0, end)
+
+    def _reserve(self, slots: int) -> None:
+        """Grow the storage of full attention to at least `slots` slots."""
+        if slots <= self.keys.shape[2]:
+            return
+        extra = max(slots, 2 * self.keys.shape[2], 64) - self.keys.shape[2]
+        with torch.inference_mode(False):  # as for the first allocation
+            self.keys, self.values = F.pad(self.keys, (0, 0, 0, extra)), F.pad(self.values, (0, 0, 0, extra))
+
+    def _make_room(self, decay: torch.Tensor | None) -> None:
+        """Move the second block to the first place if the pair is full."""
+        if self.block is not None and self.fill == 2 * self.block:
+            self.keys[:, :, : self.block] = scaled(self.keys[:, :, self.block :], decay)
+            self.values[:, :, : self.block] = self.values[:, :, self.block :]
+            self.fill = self.block
+
+    def _store_pair(self, keys: torch.Tensor, values: torch.Tensor, end: int, decay: torch.Tensor | None) -> None:
+        """Store the last pair of blocks of a text.
+
+        Args:
+            keys: Keys of slots 0, 1, …, shape `(batch, num_key_value_heads, slots, head_dim)`.
+            values: As `keys`.
+            end: Number of slots that the text fills.
+            decay: What scales keys of a block that becomes the previous one.
+        """
+        block = self.block or 0
+        start = max(((end - 1) // block - 1) * block, 0) if block else 0
+        for storage, states in ((self.keys, keys), (self.values, values)):
+            pair = states[:, :, start : start + storage.shape[2]]
+            storage[:, :, : pair.shape[2]] = pair
+        if start:
+            self.keys[:, :, :block] = scaled(keys[:, :, start : start + block], decay)
+
+    def _store_ring(
+        self, keys: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, first: Counts, decay: torch.Tensor | None
+    ) -> None:
+        """Store the last two blocks of each row's text as a ring.
+
+        Args:
+            keys: Keys of slots 0, 1, …, those of the first block scaled as in a previous block, shape
+                `(batch, num_key_value_heads, slots, head_dim)`.
+            values: As `keys`.
+            ends: Number of slots that each row's text fills, shape `(batch,)`.
+            first: Position of slot 0 in the text.
+            decay: What scales keys of a block that becomes the previous one.
+        """
+        if self.block is None:
+            ring_keys, ring_values = keys, values
+        else:
+            first = first[:, None] if isinstance(first, torch.Tensor) else first
+            ring, last = torch.arange(2 * self.block, device=keys.device), ends[:, None] - 1
+            slot = (last - (last + first - ring) % (2 * self.block)).clamp(min=0)
+            ring_keys, ring_values = take(keys, slot, len(ring)), take(values, slot, len(ring))
+            if decay is not None:
+                is_scaled = (slot < self.block)[:, None, :, None]
+                ring_keys = torch.where(is_scaled, scaled(ring_keys, 1 / decay), ring_keys)
+        self.keys.narrow(2, 0, ring_keys.shape[2]).copy_(ring_keys)
+        self.values.narrow(2, 0, ring_values.shape[2]).copy_(ring_values)
+
+    def _remember(self, key: torch.Tensor, value: torch.Tensor, batch: Batch, decay: torch.Tensor | None) -> None:
+        """Note new tokens before they are written, if rows have as many; of a long text, only its end."""
+        if not self.record_past or isinstance(batch.counts, torch.Tensor):
+            self.past = None
+            return
+        keys, values = self.keys[:, :, : self.fill], self.values[:, :, : self.fill]
+        if self.past is not None:
+            keys, values, _ = self.past
+        keys = torch.cat((keys, key.detach()[:, :, : batch.counts]), dim=2)
+        values = torch.cat((values, value.detach()[:, :, : batch.counts]), dim=2)
+        block = self.block or 0
+        surplus = (keys.shape[2] - ROLLBACK - 2 * block) // block * block if block else 0
+        if surplus > 0:
+            keys, values = keys[:, :, surplus:].clone(), values[:, :, surplus:].clone()
+            keys[:, :, :block] = scaled(keys[:, :, :block], decay)
+        self.past = keys, values, decay
+
+    def _advance(self, batch: Batch) -> None:
+        """Count the tokens that were read."""
+        if self.is_preallocated:
+            self._count("lengths").add_(batch.counts)
+            self._count("padding").add_(batch.padding)
+            self._count("columns").add_(batch.length)
+            return
+        self.lengths = self.lengths + batch.counts
+        self.padding = self.padding + batch.padding
+        self.columns = self.columns + batch.length
+
+    def nbytes(self) -> int:
+        """Return the bytes of the storage, counted from the tensors themselves."""
+        tensors = [tensor for tensor in (self.keys, self.values, *(self.past or ())) if tensor is not None]
+        return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return how many keys the next `query_length` tokens meet, and how many are no longer kept."""
+        if self.is_preallocated:
+            return self.slots, 0
+        columns = int(self.columns)
+        kept = self.fill if isinstance(self.lengths, int) else slots_in_use(int(self.lengths.max()), self.block)
+        return kept + query_length, columns - kept
+
+    def get_seq_length(self) -> int:
+        """Return the number of columns read, padding included; if preallocated a tensor, as transformers has it."""
+        return self.columns if self.is_initialized else 0  # type: ignore[return-value]
+
+    def get_max_length(self) -> int:
+        """Return the number of tokens that preallocated full attention has room for, or -1 if there is no limit."""
+        return self.max_cache_len if self.max_cache_len is not None and self.block is None else -1
+
+    def reset(self) -> None:
+        """Forget everything that was read; the storage is kept."""
+        if self.is_preallocated and self.is_initialized:
+            for tensor in (self.keys, self.values, *map(self._count, ("lengths", "padding", "columns"))):
+                tensor.zero_()
+        elif not self.is_preallocated:
+            self.fill, self.lengths, self.padding, self.columns = 0, 0, 0, 0
+        self.past = None
+
+    def activate_past_recording(self) -> None:
+        """Remember what is read from now on, so that [`LexCacheLayer.crop`] can go back over borders of blocks."""
+        self.record_past = not self.is_preallocated
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens of every row, exactly.
+
+        Within the block that is being filled any number can be taken back. To go back over borders of blocks,
+        [`LexCacheLayer.activate_past_recording`] must have been called before the tokens were read; it is enough for
+        all that was read since the last crop, at most `ROLLBACK` tokens.
+
+        Raises:
+            ValueError: If `tokens_to_remove` is positive, or the tokens reach back past the blocks that are kept.
+        """
+        removed = abs(tokens_to_remove)
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
+        if removed > (spare := self._croppable()):
+            self._restore_past(removed, spare)
+        elif isinstance(self.lengths, int):
+            self.fill -= removed
+        if self.is_preallocated:
+            self._count("lengths").sub_(removed)
+            self._count("columns").sub_(removed)
+        else:
+            self.lengths = self.lengths - removed
+            self.columns = self.columns - removed
+        self.past = None
+
+    def _croppable(self) -> int:
+        """Tokens that rows can give back and still hold the block before the one their next token falls into."""
+        if isinstance(self.lengths, int):
+            return self.fill if self.fill == self.lengths else self.fill - (self.block or 0)
+        if not self.is_initialized:
+            return 0
+        if self.block is None:
+            return int(self.lengths.min())
+        in_block = (self.lengths - 1) % self.block + 1
+        return int(torch.where(self.lengths <= 2 * self.block, self.lengths, in_block).min())
+
+    def _restore_past(self, removed: int, spare: int) -> None:
+        """Store the pair of blocks in which the remembered text ends without its last tokens."""
+        known = 0
+        if self.past is not None:
+            # The first block that is remembered only serves as the one before, unless it is the first of the text.
+            known = self.past[0].shape[2]
+            known -= 0 if known == self.lengths else self.block or 0
+        if self.past is None or removed > known:
+            hint = "make a LexCache and " if self.is_preallocated else ""
+            raise ValueError(
+                f"crop(-{removed}): the block that these tokens followed is no longer in the cache, which can give "
+                f"back at most {max(spare, known, 0)} tokens now. To be able to take back more, {hint}call "
+                "activate_past_recording() before reading them, with rows of one length."
+            )
+        keys, values, decay = self.past
+        end = keys.shape[2] - removed
+        self._store_pair(keys, values, end, decay)
+        self.fill = slots_in_use(end, self.block)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Let row b continue the text of row `beam_idx[b]`; in place if preallocated."""
+        if not self.is_preallocated:
+            self.batch_select_indices(beam_idx)
+        elif self.is_initialized:
+            for tensor in (self.keys, self.values, *map(self._count, ("lengths", "padding"))):
+                tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices`, in that order."""
+        self._map(lambda states: states[indices.to(states.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times."""
+        self._map(lambda states: states.repeat_interleave(repeats, dim=0))
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply a function of rows to all states, in new storage."""
+        if not self.is_initialized:
+            return
+        self.keys, self.values = function(self.keys), function(self.values)
+        self.lengths, self.padding = (
+            function(counts) if isinstance(counts, torch.Tensor) else counts for counts in (self.lengths, self.padding)
+        )
+        if self.past is not None:
+            self.past = function(self.past[0]), function(self.past[1]), self.past[2]
+        self._pin()

@@ -1,0 +1,151 @@
+"""Attention functions: those of transformers, in the one form that plans call, and the reference."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+
+class AttentionFunction:
+    """An attention function of transformers, with what it takes for masks.
+
+    Args:
+        implementation: Its name, as in `config._attn_implementation`.
+    """
+
+    def __init__(self, implementation: str) -> None:
+        self.implementation = implementation
+        self.takes_masks = "flash" not in implementation
+        # One call for a query in each row; other functions gain nothing, or take no mask.
+        self.suits_single_queries = implementation == "sdpa"
+        self._function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+
+    def masks_later_keys(self, is_square: bool) -> bool:
+        """Return whether the function itself hides keys after their query.
+
+        Flash attention aligns the last query with the last key; sdpa counts from the first, so it needs as many keys
+        as queries.
+
+        Args:
+            is_square: Whether there are as many keys as queries.
+        """
+        return not self.takes_masks or (self.implementation == "sdpa" and is_square)
+
+    def mask(
+        self, seen: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype, names: tuple[str, str]
+    ) -> torch.Tensor | None:
+        """Return what the function takes for the keys that are seen and a position bias.
+
+        Args:
+            seen: Boolean, shape `(query, key)` or `(batch, query, key)`; `None` if every key is seen.
+            bias: Shape `(num_heads, query, key)` or `(batch, num_heads, query, key)`, or `None`.
+            dtype: Dtype of the scores.
+            names: What needs a mask for the keys that are seen, and for the bias; for the error.
+
+        Returns:
+            Shape `(batch or 1, num_heads or 1, query, key)`, boolean or what is added to scores, or `None` if there
+            is nothing to mask and nothing to add.
+
+        Raises:
+            ValueError: If it takes no masks.
+        """
+        if not self.takes_masks and (seen is not None or bias is not None):
+            raise ValueError(
+                f"{self.implementation} takes no mask, and {names[bias is not None]} needs one. It serves xPos and "
+                "other schemes without a bias, blockwise or full attention, without packing. Load the model with "
+                "attn_implementation='sdpa'."
+            )
+        if seen is not None and bias is None and self.implementation == "sdpa":
+            return seen[..., None, :, :] if seen.dim() == 3 else seen[None, None]
+        return additive_mask(seen, bias, dtype)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Apply attention.
+
+        Args:
+            module: The attention module.
+            query: Shape `(batch, num_heads, query, head_dim)`.
+            key: Shape `(batch, num_key_value_heads, key, head_dim)`.
+            value: As `key`.
+            mask: What [`AttentionFunction.mask`] returned.
+            causal: Whether the function has to hide keys after their query.
+            kwargs: `scaling`, `dropout`, and what else the function takes.
+
+        Returns:
+            Outputs, shape `(batch, num_heads, query, head_dim)`, and weights, shape
+            `(batch, num_heads, query, key)`, or `None`.
+        """
+        if self.implementation == "flex_attention" and mask is not None:
+            # It takes what is added to scores under this name, and the mask without heads.
+            kwargs["position_bias"], mask = mask.expand(*query.shape[:3], key.shape[2]), None
+        output, weights = self._function(module, query, key, value, mask, is_causal=causal, **kwargs)
+        # flex_attention returns log-sum-exps in this place.
+        return output.transpose(1, 2), weights if weights is not None and weights.dim() == 4 else None
+
+
+def additive_mask(seen: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return what is added to scores; arguments and result as for [`AttentionFunction.mask`]."""
+    if bias is not None:
+        bias = (bias if bias.dim() == 4 else bias[None]).to(dtype)
+    if seen is None:
+        return bias
+    seen = seen[..., None, :, :] if seen.dim() == 3 else seen[None, None]
+    if bias is None:
+        bias = torch.zeros((), dtype=dtype, device=seen.device)
+    return torch.where(seen, bias, torch.finfo(dtype).min)
+
+
+def eager_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reference attention in plain PyTorch, which returns the weights.
+
+    Args:
+        module: The attention module.
+        query: Shape `(batch, num_heads, query, head_dim)`.
+        key: Shape `(batch, num_key_value_heads, key, head_dim)`.
+        value: As `key`.
+        attention_mask: What is added to the scores, broadcastable to `(batch, num_heads, query, key)`, or `None`.
+        scaling: Factor on the scores.
+        dropout: Probability with which a weight becomes zero.
+        kwargs: Unused; part of transformers' interface.
+
+    Returns:
+        Outputs, shape `(batch, query, num_heads, head_dim)`, and weights, shape `(batch, num_heads, query, key)`.
+    """
+    if (groups := query.shape[1] // key.shape[1]) > 1:
+        key, value = (states.repeat_interleave(groups, dim=1) for states in (key, value))
+    scores = query @ key.transpose(2, 3) * scaling
+    if attention_mask is not None:
+        scores = scores + attention_mask
+    weights = attention_weights(scores, query.dtype, dropout)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+def attention_weights(scores: torch.Tensor, dtype: torch.dtype, dropout: float) -> torch.Tensor:
+    """Return softmax of scores over the last axis, computed in float32 at least, with dropout.
+
+    Args:
+        scores: Shape `(..., key)`.
+        dtype: Dtype of the result.
+        dropout: Probability with which a weight becomes zero.
+    """
+    weights = nn.functional.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(dtype)
+    return nn.functional.dropout(weights, p=dropout) if dropout else weights

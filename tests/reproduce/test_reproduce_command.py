@@ -1,0 +1,85 @@
+"""The command `lex-hf reproduce`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.experiments import run_experiment
+from typer.testing import CliRunner
+
+from lex_hf.cli.commands import app
+from lex_hf.reproduce import report
+
+
+def _lex(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["reproduce", *map(str, arguments)])
+
+
+def test_the_command_plans_and_runs(tmp_path: Path, toy: None, texts: dict[str, Any]) -> None:
+    files = ["--data", texts["data"][0], *(word for each in texts["tests"] for word in ("--test", each))]
+    common = ["sandwich-figure6", *files, "--output", tmp_path / "output", "--seeds", "3,4", "--steps", 2]
+    planned = _lex(*common, "--dry-run")
+    assert planned.exit_code == 0, planned.output
+    assert "2 of 2 models are to be trained" in " ".join(planned.output.split())
+    assert not (tmp_path / "output").exists()
+    done = _lex(*common, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["seeds"] == [3, 4]
+    plan = json.loads(_lex(*common, "--dry-run", "--json").stdout)
+    assert [model["state"] for model in plan["models"]] == ["trained", "trained"]
+    assert plan["models"][0]["tokens"] == 2 * 64
+    assert plan["tests"][0]["documents"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lex-table9"], "TABLE = 'lex-table9': it must be one of lex-table2"),
+        (["lex-table2", "--preset", "huge"], "--preset huge: it must be one of tiny, small, paper"),
+        (["lex-table2", "--preset", "small"], "--preset small needs texts to train on: give --data FILES"),
+        (["lex-table2", "--data", __file__], "--data without --test"),
+        (["lex-table2", "--seeds", "0,0"], "seeds = 0, 0: they must be different"),
+        (["lex-table2", "--seeds", str(10**20)], "from 0 to 4294967295"),
+        (["lex-table2", "--device", "cuda:3"], "device = 'cuda:3': torch finds"),
+        (["lex-table2", "--seeds", "one"], "--seeds one: they must be whole numbers"),
+        (["lex-table2", "--length", "33"], "--length 33: it must be even"),
+        (["lex-table2", "--also", "rope+mca"], "also = 'rope+mca': after the plus sign comes bca or sliding"),
+        (["lex-table2", "--also", "rope", "--also", "rope"], "a system is given twice"),
+        (["lex-table2", "--also", "absolute"], "position_embedding_type = 'absolute'"),
+        (["lex-table2", "--tokenizer", "bpe:many"], "--tokenizer bpe:many: after bpe: comes the number of ids"),
+    ],
+)
+def test_bad_requests_give_a_sentence(tmp_path: Path, toy: None, arguments: list[str], message: str) -> None:
+    result = _lex(*arguments, "--output", tmp_path / "output")
+    assert result.exit_code == 1
+    assert message in " ".join(result.stderr.split())
+    assert not (tmp_path / "output").exists()
+
+
+def test_texts_too_short_for_the_last_token_give_a_sentence(tmp_path: Path, toy: None, texts: dict[str, Any]) -> None:
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    with pytest.raises(ValueError, match="No test text has 128 tokens, the longest 9"):
+        run_experiment("sandwich-figure6", tmp_path / "output", {**texts, "tests": [str(short)]}, steps=1)
+
+
+def test_a_report_that_cannot_be_written_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(report, "write_text", full)
+    result = _lex("lex-figure2", "--output", tmp_path / "output", "--seeds", "0")
+    assert result.exit_code == 1
+    assert "No space left on device" in result.stderr
+    assert "# Figure 2 of" in result.stdout
+
+
+def test_an_output_that_is_a_file_fails_before_the_work(tmp_path: Path) -> None:
+    (tmp_path / "output").write_text("precious")
+    for path in ("output", "output/below"):
+        result = _lex("lex-figure2", "--output", tmp_path / path)
+        assert (result.exit_code, "is a file, not a folder" in result.stderr) == (1, True)
+    (tmp_path / "folder" / "lex-figure2-tiny" / "record.json").mkdir(parents=True)
+    assert "record.json is a folder" in _lex("lex-figure2", "--output", tmp_path / "folder").stderr
+    assert (tmp_path / "output").read_text() == "precious"

@@ -1,0 +1,40 @@
+"""Records: JSON that is read back, fingerprints that stay as they were, versions."""
+
+import math
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from lex_hf.records import content_hash, fingerprint, hardware, read_json, versions, write_json
+
+
+def test_json_is_read_back_with_all_numbers(tmp_path: Path) -> None:
+    value = {"é": [1, 0.1 + 0.2, math.inf, -math.inf], "none": None}
+    write_json(tmp_path / "new" / "folder" / "value.json", value)
+    assert read_json(tmp_path / "new" / "folder" / "value.json") == value
+    write_json(tmp_path / "nan.json", math.nan)
+    assert math.isnan(read_json(tmp_path / "nan.json"))
+
+
+def test_fingerprints_are_those_of_earlier_versions() -> None:
+    # Folders of models are named after them: printf '{"a": 1, "b": [2, null]}' | sha256sum
+    expected = "c8caf5ad035ad1d6a15b14c79b2f86a75c47cb4eb04c32a063e979eb1849b3bb"
+    assert fingerprint({"b": [2, None], "a": 1}) == fingerprint({"a": 1, "b": [2, None]}) == expected
+    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
+
+
+def test_content_hashes_do_not_depend_on_the_parts() -> None:
+    # printf 'abc' | b2sum -l 64; checkpoints hold such hashes
+    assert content_hash([b"abc"]) == content_hash([b"a", b"", b"bc"]) == "d8bb14d833d59559"
+    assert content_hash([b"abd"]) != content_hash([b"abc"])
+
+
+def test_versions_and_hardware() -> None:
+    assert versions() == {"python": platform.python_version()}
+    found = versions("torch", "transformers", "no-such-library")
+    assert (found["torch"], found["transformers"]) == (torch.__version__, version("transformers"))
+    assert found["no-such-library"] == "not installed"
+    assert hardware()["processes"] == 1
+    assert set(hardware()) == {"machine", "system", "threads", "accelerators", "processes"}
