@@ -1,6 +1,8 @@
 """Commands as a user types them, one after the other, and with bad input."""
 
+import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +11,10 @@ from helpers.models import tiny_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lex_hf import LexForCausalLM, __version__
+from lex_hf.cli import experiments
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity
+from lex_hf.reproduce.tiny import STEPS
 
 
 def test_help_tells_everything() -> None:
@@ -23,6 +27,12 @@ def test_help_tells_everything() -> None:
 
 def test_the_version_is_that_of_the_package() -> None:
     assert lex("--version").stdout == f"lex-hf {__version__}\n"
+
+
+@pytest.mark.parametrize("command", [experiments.demo, experiments.extrapolation])
+def test_experiments_take_the_steps_of_the_recipe(command: Callable[..., None]) -> None:
+    """The default is written out, because help must not wait for the recipe."""
+    assert inspect.signature(command).parameters["steps"].default == STEPS
 
 
 def test_train_evaluate_and_generate_in_a_row(tmp_path: Path, text: Path) -> None:
