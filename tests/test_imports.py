@@ -32,6 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.processes
 def test_importing_the_package_imports_no_library() -> None:
     heavy = ("torch", "transformers", "huggingface_hub", "numpy", "typer", "rich")
     assert run(f"import sys, lex_hf; print([name for name in {heavy} if name in sys.modules])") == "[]"
@@ -50,6 +51,7 @@ def test_help_imports_no_library(arguments: str) -> None:
     assert run(code, *arguments.split()).endswith("[]")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     "imports",
     [
@@ -80,6 +82,7 @@ def test_lex_is_registered_whatever_is_imported_first(imports: str, model: Path)
     assert printed == expected
 
 
+@pytest.mark.processes
 def test_a_configuration_alone_needs_no_model(model: Path) -> None:
     code = """
     import sys, lex_hf
@@ -89,6 +92,7 @@ def test_a_configuration_alone_needs_no_model(model: Path) -> None:
     assert run(code, str(model)) == "LexConfig False"
 
 
+@pytest.mark.processes
 def test_a_spawned_process_knows_lex(model: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

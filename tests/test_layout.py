@@ -153,6 +153,7 @@ def test_modules_that_moved_are_found_under_their_old_names(name: str) -> None:
         delattr(lex_hf, name)
 
 
+@pytest.mark.processes
 def test_a_moved_module_warns_where_it_is_imported() -> None:
     code = "import lex_hf\nfrom lex_hf.perplexity import compute_perplexity"
     result = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True)

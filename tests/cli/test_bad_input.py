@@ -421,7 +421,7 @@ main()
 # Each of two processes ends like `python -m lex_hf`; both have its imports from one.
 CUT_OFF = """
 import os, runpy, sys
-import lex_hf.cli
+import lex_hf.cli.commands, lex_hf.evaluation.loading
 
 codes = []
 for out in sys.argv[1:]:
