@@ -2,8 +2,8 @@
 
 A *plan* is made once per forward pass and attention pattern, and used by every layer. There are two: a [`Fold`] of
 many tokens (or one, where rows have read equally many), and a [`Step`] of one token for rows that differ. Slots
-0 … 2h - 1 are the pair of blocks at the start of the text, or the pair that the cache holds, and the text continues
-from there: slot s belongs to block s div h. A fold attends separately in three parts of a text:
+0 … 2h - 1 are the pair of blocks at the start of the text, or the pair that the cache holds, and the text continues in
+the slots after it: slot s belongs to block s div h. A fold attends separately in three parts of a text:
 
 * the *head*: what still falls into the first pair. For a text no longer than l this is all, and it is plain causal
   attention (LEX paper, §3.3: blockwise attention only differs beyond l);
