@@ -140,17 +140,15 @@ def test_no_file_is_longer_than_500_lines() -> None:
 
 
 @pytest.mark.parametrize("name", ["perplexity", "comparison", "tokenization", "context_parallel", "modeling_lex"])
-def test_modules_that_moved_are_found_under_their_old_names(name: str) -> None:
+def test_modules_that_moved_are_found_under_their_old_names(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, f"lex_hf.{name}", raising=False)
+    monkeypatch.delattr(lex_hf, name, raising=False)
     with pytest.warns(DeprecationWarning, match=rf"lex_hf.{name} is now lex_hf"):
         old = importlib.import_module(f"lex_hf.{name}")
-    try:
-        assert old is sys.modules[old.__name__]
-        assert old.__name__ != f"lex_hf.{name}"
-        assert old.__spec__ is not None
-        assert old.__spec__.name == old.__name__
-    finally:
-        del sys.modules[f"lex_hf.{name}"]
-        delattr(lex_hf, name)
+    assert old is sys.modules[old.__name__]
+    assert old.__name__ != f"lex_hf.{name}"
+    assert old.__spec__ is not None
+    assert old.__spec__.name == old.__name__
 
 
 @pytest.mark.processes

@@ -14,7 +14,7 @@ the slots after it: slot s belongs to block s div h. A fold attends separately i
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -98,7 +98,7 @@ class Planner:
             return Fold.divide(self, batch, layer.block, 0, end, rotation, fills)
         key = torch.arange(end, device=self.device)
         mask = self.mask(self.pattern.visible(slots, key), self.bias(slots, key, end))
-        return Fold(None, batch, width, batch.length, 0, 0, 0, (mask,), (False,), rotation, fills)
+        return Fold(batch, width, ((0, batch.length, 1, 0),), (mask,), (False,), rotation, fills)
 
     def rotation(self, batch: Batch, slots: torch.Tensor, block: int | None) -> Rotation:
         """Return the rotation of new tokens.
@@ -139,28 +139,20 @@ class Fold(Movable):
     """The plan of many tokens: views and whole blocks, no gathering where rows have read equally many.
 
     Attributes:
-        block: Length of the folded blocks; `None` without any.
         batch: Layout of the batch.
         fill: Slots in use before the first query.
-        head: Number of queries in the head; `tail` likewise.
-        blocks: Number of whole blocks.
-        tail: Number of queries in the tail.
-        first_key: First slot that the head sees.
-        masks: Masks of head, blocks and tail, shape `(batch or 1, num_heads or 1, query, key)`; `None` where all keys
-            are seen or `causal` says it.
-        causal: Whether the attention function hides keys after their query by itself, in head, blocks and tail.
+        parts: Head, blocks and tail, as far as there are any, each as its first query, the number of queries in a
+            block, the number of blocks, and the slot of the first key. Keys go up to the own one of the last query.
+        masks: Mask of each part, shape `(batch or 1, num_heads or 1, query, key)`, where several blocks are rows of
+            the batch; `None` where all keys are seen or `causal` says it.
+        causal: Whether the attention function hides keys after their query by itself, in each part.
         rotation: What queries and keys are rotated by.
-        fills: Slots of each row in use, shape `(batch,)`, where they differ: the fold is then over the slots of the
-            whole text, from slot 0 on.
+        fills: Slots of each row in use, shape `(batch,)`, where they differ.
     """
 
-    block: int | None
     batch: Batch
     fill: int
-    head: int
-    blocks: int
-    tail: int
-    first_key: int
+    parts: tuple[tuple[int, int, int, int], ...]
     masks: tuple[torch.Tensor | None, ...]
     causal: tuple[bool, ...]
     rotation: Rotation
@@ -178,67 +170,42 @@ class Fold(Movable):
         fills: torch.Tensor | None = None,
     ) -> "Fold":
         """Divide `length` tokens, which continue at slot `fill`, into head, blocks and tail."""
-        head = length if block is None or length <= 2 * block - fill else 2 * block - fill
-        blocks, tail = (0, 0) if block is None else ((length - head) // block, (length - head) % block)
+        head = length if block is None else min(length, 2 * block - fill)
         first_key = planner.pattern.first_key(fill) if head == 1 and batch.document is None else 0
-        plan = cls(block, batch, fill, head, blocks, tail, first_key, (), (), rotation, fills)
-        parts = plan._head_mask(planner), *plan._block_masks(planner)
-        return replace(plan, masks=tuple(mask for mask, _ in parts), causal=tuple(causal for _, causal in parts))
+        parts = [(0, head, 1, first_key)]
+        if block is not None:
+            blocks, tail = divmod(length - head, block)
+            parts += [(head, block, blocks, block), (head + blocks * block, tail, 1, block + blocks * block)]
+        plan = cls(batch, fill, tuple(part for part in parts if part[1] and part[2]), (), (), rotation, fills)
+        masks = [plan._mask(planner, *part) for part in plan.parts]
+        return replace(plan, masks=tuple(mask for mask, _ in masks), causal=tuple(causal for _, causal in masks))
 
-    def _head_mask(self, planner: Planner) -> tuple[torch.Tensor | None, bool]:
-        """Return the mask of the head, and whether it is plain causal attention instead."""
-        end, pattern = self.fill + self.head, planner.pattern
-        slots = torch.arange(end, device=planner.device)
-        query, key = slots[self.fill :], slots[self.first_key :]
-        bias = planner.bias(query, key, max(end, 2 * (self.block or 0)))
-        if self.head == 1:
+    def _mask(
+        self, planner: Planner, start: int, size: int, count: int, first_key: int
+    ) -> tuple[torch.Tensor | None, bool]:
+        """Return the mask of a part, and whether it is plain causal attention instead."""
+        before = self.fill + start - first_key
+        slots = torch.arange(before + size, device=planner.device)
+        bias = planner.bias(slots[before:], slots, before + size)
+        if self.batch.document is not None:
+            return planner.mask(self._seen_in_documents(planner.pattern, before, start, size, count), bias), False
+        if start + size == 1:
             return planner.mask(None, bias), False
-        is_plain = pattern.is_causal(end) and self.batch.document is None and bias is None
-        if is_plain and planner.function.masks_later_keys(is_square=self.fill == 0):
+        is_plain = planner.pattern.is_causal(before + size) and bias is None
+        if is_plain and planner.function.masks_later_keys(is_square=before == 0):
             return None, True
-        if self.batch.document is None or self.batch.position is None:
-            return planner.mask(pattern.visible(query, key), bias), False
-        document, position = self.batch.document[:, self.fill : end], self.batch.position[:, self.fill : end]
-        same = document[:, :, None] == document[:, None, :]
-        return planner.mask(same & pattern.visible(position, position), bias), False
+        return planner.mask(planner.pattern.visible(slots[before:], slots), bias), False
 
-    def _block_masks(self, planner: Planner) -> list[tuple[torch.Tensor | None, bool]]:
-        """Return the masks of blocks and tail, and whether each is plain causal attention instead."""
-        masks: list[tuple[torch.Tensor | None, bool]] = []
-        start, pattern, block = self.fill + self.head, planner.pattern, self.block or 0
-        for size, count in ((block, self.blocks), (self.tail, min(self.tail, 1))):
-            if not count:
-                masks.append((None, False))
-                continue
-            slots = torch.arange(2 * block, device=planner.device)
-            query, key = slots[block : block + size], slots[: block + size]
-            bias = planner.bias(query, key, 2 * block)
-            is_plain = pattern.is_causal(2 * block) and self.batch.document is None and bias is None
-            if is_plain and planner.function.masks_later_keys(is_square=False):
-                masks.append((None, True))
-            else:
-                masks.append((planner.mask(self._seen(pattern, query, key, start, count), bias), False))
-            start += size * count
-        return masks
-
-    def _seen(
-        self, pattern: FullPattern, query: torch.Tensor, key: torch.Tensor, start: int, count: int
-    ) -> torch.Tensor:
-        """Return which keys are seen in `count` blocks from column `start` on, each with the block before it."""
-        if self.batch.document is None or self.batch.position is None:
-            return pattern.visible(query, key)
-        first = start + torch.arange(count, device=query.device)[:, None] * len(query)
-        places = first + torch.arange(len(query), device=query.device), first - (len(key) - len(query)) + key
-        (query_document, key_document), (query_position, key_position) = (
-            (table[:, places[0]].flatten(0, 1), table[:, places[1]].flatten(0, 1))
-            for table in (self.batch.document, self.batch.position)
-        )
-        same = query_document[:, :, None] == key_document[:, None, :]
-        return same & pattern.visible(query_position, key_position)
-
-    def with_masks(self, masks: tuple[torch.Tensor | None, ...]) -> Self:
-        """Return the plan with other masks; those of a forward pass that is done again, for gradients."""
-        return replace(self, masks=masks) if masks else self
+    def _seen_in_documents(self, pattern: FullPattern, before: int, start: int, size: int, count: int) -> torch.Tensor:
+        """Return which keys of packed rows are seen in `count` blocks, each with the `before` columns before it."""
+        document, position = self.batch.document, self.batch.position
+        assert document is not None
+        assert position is not None
+        first = start + size * torch.arange(count, device=document.device)[:, None]
+        query = first + torch.arange(size, device=document.device)
+        key = first + torch.arange(-before, size, device=document.device)
+        same = document[:, query, None] == document[:, key][:, :, None]
+        return (same & pattern.visible(position[:, query], position[:, key])).flatten(0, 1)
 
     def key_order(self, width: int) -> torch.Tensor | None:
         """Return the slot of each key in the order that users see; `None` if it is that of slots.
@@ -261,9 +228,8 @@ class Fold(Movable):
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scaling: float,
-        dropout: float,
         dense: bool,
+        **options: float,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply attention to head, blocks and tail.
 
@@ -273,79 +239,52 @@ class Fold(Movable):
             key: Keys of slots 0, 1, …: those that the cache returned, or without a cache the new ones, shape
                 `(batch, num_key_value_heads, slots, head_dim)`.
             value: As `key`.
-            scaling: Factor on the scores.
-            dropout: Probability with which a weight becomes zero.
             dense: Whether to return the weights, which takes queries × slots of memory.
+            options: `scaling`, the factor on the scores, and `dropout`, the probability with which a weight becomes
+                zero.
 
         Returns:
             Outputs, like `query`, and weights, shape `(batch, num_heads, sequence, slots)`, or `None`.
         """
-        function = partial(function, scaling=scaling, dropout=dropout)
-        if self.fills is None or self.block is None:
+        function = partial(function, **options)
+        if self.fills is None or self.fill:
             return self._attend(function, query, key, value, dense)
-        slots = self.fills[:, None] + torch.arange(self.batch.length, device=query.device)
+        # Over the slots of the whole text, in which every row has its queries at its own place.
         blank = query.new_zeros((*query.shape[:2], key.shape[2] - query.shape[2], query.shape[3]))
         output, weights = self._attend(function, spread(query, self.fills, blank), key, value, dense)
-        index = slots[:, None, :, None]
+        index = (self.fills[:, None] + torch.arange(self.batch.length, device=query.device))[:, None, :, None]
         return output.take_along_dim(index, dim=2), None if weights is None else weights.take_along_dim(index, dim=2)
 
     def _attend(
         self, function: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        keys = self.fill + self.head - self.first_key
-        parts = [
-            function(
-                query.narrow(2, 0, self.head),
-                key.narrow(2, self.first_key, keys),
-                value.narrow(2, self.first_key, keys),
-                self.masks[0],
-                self.causal[0],
-            )
-        ]
-        if self.blocks or self.tail:
-            assert self.block is not None
-            parts += self._attend_blocks(function, query[:, :, self.head :], key, value, self.block)
-        output = parts[0][0]
-        if len(parts) > 1:  # joined as attention functions leave them, so that the output projection need not copy
-            output = torch.cat([part[0].transpose(1, 2) for part in parts], dim=1).transpose(1, 2)
-        return output, self._dense_weights([part[1] for part in parts], key.shape[2]) if dense else None
+        outputs, weights = [], []
+        for (start, size, count, first_key), mask, causal in zip(self.parts, self.masks, self.causal, strict=True):
+            before, decay = self.fill + start - first_key, self.rotation.decay if start else None
+            keys, values = (states.narrow(2, first_key, before + size * count) for states in (key, value))
+            queries = _folded(query.narrow(2, start, size * count), count)
+            if decay is None:
+                keys = _windows(keys, before, count)
+            else:
+                previous, own = scaled(keys[:, :, :-size], decay), keys[:, :, before:]
+                keys = torch.cat((_folded(previous, count), _folded(own, count)), dim=2)
+            output, part = function(queries, keys, _windows(values, before, count), mask, causal)
+            # As attention functions leave it, so that the output projection need not copy.
+            outputs.append(output.transpose(1, 2).unflatten(0, (-1, count)).flatten(1, 2))
+            weights.append(part)
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        return output.transpose(1, 2), self._dense_weights(weights, query.shape[2], key.shape[2]) if dense else None
 
-    def _attend_blocks(
-        self, function: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, block: int
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """Apply attention to whole blocks and to the tail; `key` and `value` start at slot 0."""
-        key, value, whole = key[:, :, block:], value[:, :, block:], self.blocks * block
-        batch, parts, decay = query.shape[0], [], self.rotation.decay
-        if self.blocks:
-            keys = _windows(key[:, :, : whole + block], block)
-            if decay is not None:
-                previous = scaled(key[:, :, :whole], decay)
-                keys = torch.cat((_folded(previous, block), _folded(key[:, :, block:], block, whole)), dim=2)
-            values = _windows(value[:, :, : whole + block], block)
-            output, weights = function(_folded(query, block, whole), keys, values, self.masks[1], self.causal[1])
-            output = output.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2, 3)
-            parts.append((output, None if weights is None else weights.unflatten(0, (batch, -1))))
-        if self.tail:
-            keys = key[:, :, whole:]
-            if decay is not None:
-                keys = torch.cat((scaled(keys[:, :, :block], decay), keys[:, :, block:]), dim=2)
-            parts.append(function(query[:, :, whole:], keys, value[:, :, whole:], self.masks[2], self.causal[2]))
-        return parts
-
-    def _dense_weights(self, parts: list[torch.Tensor | None], slots: int) -> torch.Tensor | None:
-        """Spread the weights of head, blocks and tail over a query × key matrix."""
-        first = parts[0]
-        if first is None or (len(parts) == 1 and self.first_key == 0):
-            return first
-        dense = first.new_zeros((*first.shape[:2], self.head + self.blocks * (self.block or 0) + self.tail, slots))
-        dense[:, :, : self.head, self.first_key : self.first_key + first.shape[3]] = first
-        query, block = self.head, self.block or 0
-        folded = parts[1].unbind(1) if self.blocks and parts[1] is not None else ()
-        for part in (*folded, *(parts[-1:] if self.tail else ())):
+    def _dense_weights(self, weights: list[torch.Tensor | None], queries: int, slots: int) -> torch.Tensor | None:
+        """Spread the weights of all parts over a query × key matrix."""
+        if weights[0] is None:
+            return None
+        dense = weights[0].new_zeros((self.batch.size, weights[0].shape[1], queries, slots))
+        for (start, size, count, first_key), part in zip(self.parts, weights, strict=True):
             assert part is not None
-            key = (self.fill + query) // block * block - block
-            dense[:, :, query : query + part.shape[2], key : key + part.shape[3]] = part
-            query += part.shape[2]
+            for index, block in enumerate(part.unflatten(0, (-1, count)).unbind(1)):
+                query, key = (place + index * size for place in (start, first_key))
+                dense[:, :, query : query + size, key : key + block.shape[3]] = block
         return dense
 
 
@@ -377,7 +316,7 @@ class Step(Movable):
         assert isinstance(batch.before, torch.Tensor)
         positions, block = batch.before, layer.block
         if block is None:
-            end = layer.slots if layer.is_preallocated else layer.width_before(batch) + 1
+            end = layer.width_before(batch) + 1
             planner.scheme.check_length(end, block, planner.dtype)
             slots, query, key = positions, positions[:, None], torch.arange(end, device=planner.device)
             seen, bound, own = planner.pattern.visible(query, key), end, None
@@ -397,10 +336,6 @@ class Step(Movable):
         is_direct = scales is None and planner.function.suits_single_queries
         return cls(batch, slots, (mask,), rotation, scales, is_direct)
 
-    def with_masks(self, masks: tuple[torch.Tensor | None, ...]) -> Self:
-        """Return the plan with other masks; see [`Fold.with_masks`]."""
-        return replace(self, masks=masks) if masks else self
-
     def key_order(self, width: int) -> torch.Tensor | None:
         """Return the slot of each key in the order that users see: those of the ring up to the new token's."""
         return self.batch.key_order(self.slots, width)
@@ -412,19 +347,17 @@ class Step(Movable):
         key: torch.Tensor,
         value: torch.Tensor,
         *,
-        scaling: float,
-        dropout: float,
         dense: bool,
+        **options: float,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply attention; arguments and results as for [`Fold.attend`], `key` and `value` are the ring's."""
         if self.is_direct:
-            output, weights = function(query, key, value, self.masks[0], False, scaling=scaling, dropout=dropout)
-            return output, weights if dense else None
+            return function(query, key, value, self.masks[0], False, **options)
         halves, heads = 1 if self.scales is None else 2, key.shape[1]
         queries = scaled(query.expand(-1, -1, halves, -1), self.scales).unflatten(1, (heads, -1))
         scores = key.unflatten(2, (halves, -1)) @ queries.permute(0, 1, 3, 4, 2)
-        scores = scores.flatten(2, 3).transpose(2, 3).flatten(1, 2)[:, :, None] * scaling + self.masks[0]
-        weights = attention_weights(scores, value.dtype, dropout)
+        scores = scores.flatten(2, 3).transpose(2, 3).flatten(1, 2)[:, :, None] * options["scaling"] + self.masks[0]
+        weights = attention_weights(scores, value.dtype, options["dropout"])
         output = weights.squeeze(2).unflatten(1, (heads, -1)) @ value
         return output.flatten(1, 2)[:, :, None], weights if dense else None
 
@@ -448,14 +381,17 @@ def _own_heads(bias: torch.Tensor, tp_mesh: Any) -> torch.Tensor:
     return whole.redistribute(placements=[Shard(bias.dim() - 3)]).to_local()
 
 
-def _windows(states: torch.Tensor, block: int) -> torch.Tensor:
-    """Return each block with the one before it, `(batch * blocks, heads, 2 * block, head_dim)`.
+def _windows(states: torch.Tensor, before: int, count: int) -> torch.Tensor:
+    """Return each block with the `before` slots before it, `(batch * count, heads, before + block, head_dim)`.
 
-    Windows of two blocks, one block apart: of a single text a view, without a copy.
+    Windows that overlap: of a single text a view, without a copy.
     """
-    return states.unfold(2, 2 * block, block).permute(0, 2, 1, 4, 3).flatten(0, 1)
+    if count == 1:
+        return states
+    size = (states.shape[2] - before) // count
+    return states.unfold(2, before + size, size).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
 
-def _folded(states: torch.Tensor, block: int, length: int | None = None) -> torch.Tensor:
-    """Move whole blocks into the batch dimension: `(batch * blocks, heads, block, head_dim)`."""
-    return states[:, :, :length].unflatten(2, (-1, block)).transpose(1, 2).flatten(0, 1)
+def _folded(states: torch.Tensor, count: int) -> torch.Tensor:
+    """Move `count` blocks into the batch dimension: `(batch * count, heads, block, head_dim)`."""
+    return states if count == 1 else states.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)

@@ -26,6 +26,8 @@ from .slots_lex import append, next_slots, slots_in_use, spread, take
 
 ROLLBACK = 256  # tokens that can be taken back over borders of blocks while the past is recorded
 
+COUNTS = ("lengths", "padding", "columns")
+
 Origin = tuple[tuple[str, Any], ...]
 
 
@@ -87,11 +89,9 @@ class LexCacheLayer(CacheLayerMixin):
         return self.block is not None
 
     @property
-    def slots(self) -> int:
-        """Number of slots of the storage."""
-        if self.block is not None:
-            return 2 * self.block
-        return self.keys.shape[2] if self.max_cache_len is None else self.max_cache_len
+    def slots(self) -> int | None:
+        """Number of slots of the storage; `None` if it grows."""
+        return self.max_cache_len if self.block is None else 2 * self.block
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the storage.
@@ -102,13 +102,12 @@ class LexCacheLayer(CacheLayerMixin):
         """
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, heads, _, width = key_states.shape
-        slots = self.max_cache_len or 0 if self.block is None else 2 * self.block
         with torch.inference_mode(False):  # so that a text begun in inference mode may be continued outside of it
-            self.keys = torch.zeros((batch, heads, slots, width), dtype=self.dtype, device=self.device)
+            self.keys = torch.zeros((batch, heads, self.slots or 0, width), dtype=self.dtype, device=self.device)
             self.values = torch.zeros_like(self.keys)
             if self.is_preallocated:
                 # Copies of each layer's own tensors: equal constants of a compiled graph would become one tensor.
-                lengths, padding, columns = map(self._count, ("lengths", "padding", "columns"))
+                lengths, padding, columns = map(self._count, COUNTS)
                 self.lengths, self.padding = (
                     count.to(self.device).expand(batch).clone() for count in (lengths, padding)
                 )
@@ -191,8 +190,7 @@ class LexCacheLayer(CacheLayerMixin):
         """Store tokens of rows that have read equally many, after the pair of blocks."""
         self._make_room(decay)
         end = self.fill + batch.length
-        if self.block is None and not self.is_preallocated:
-            self._reserve(end)
+        self._reserve(end)
         self._remember(key, value, batch, decay)
         counts = batch.counts
         if self.is_preallocated or isinstance(counts, torch.Tensor):
@@ -217,8 +215,7 @@ class LexCacheLayer(CacheLayerMixin):
         assert isinstance(batch.before, torch.Tensor)
         fills = next_slots(batch.before, self.block)
         width = self.width_before(batch)
-        if self.block is None:
-            self._reserve(width + batch.length)
+        self._reserve(width + batch.length)
         first = batch.before - fills
         slot = torch.arange(width, device=key.device)
         if self.block is not None:
@@ -238,15 +235,14 @@ class LexCacheLayer(CacheLayerMixin):
         """Return an upper bound of the slots that rows use before new tokens, after room was made."""
         if self.block is not None:
             return 2 * self.block - 1
-        return self.slots - batch.length if self.is_preallocated else int(self.columns)
+        return int(self.columns) if self.max_cache_len is None else self.max_cache_len - batch.length
 
     def _write_token(self, key: torch.Tensor, value: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Store one token for each row in the ring; a row without a token keeps its state."""
         assert isinstance(batch.before, torch.Tensor)
-        if self.block is None:
-            self._reserve(1 if self.is_preallocated else int(self.columns) + 1)
-        row = torch.arange(batch.size, device=key.device)
-        slot = batch.before if self.block is None else batch.before % (2 * self.block)
+        end = self.width_before(batch) + 1
+        self._reserve(end)
+        row, slot = torch.arange(batch.size, device=key.device), batch.before % end
         stored = []
         for storage, states in ((self.keys, key), (self.values, value)):
             new = states[:, :, 0].detach()
@@ -256,12 +252,11 @@ class LexCacheLayer(CacheLayerMixin):
             if torch.is_grad_enabled() and states.requires_grad:
                 storage = storage.scatter(2, slot[:, None, None, None].expand_as(states), states)
             stored.append(storage)
-        end = self.keys.shape[2] if self.block is not None or self.is_preallocated else int(self.columns) + 1
         return stored[0].narrow(2, 0, end), stored[1].narrow(2, 0, end)
 
     def _reserve(self, slots: int) -> None:
-        """Grow the storage of full attention to at least `slots` slots."""
-        if slots <= self.keys.shape[2]:
+        """Grow the storage to at least `slots` slots, if it grows."""
+        if self.slots is not None or slots <= self.keys.shape[2]:
             return
         extra = max(slots, 2 * self.keys.shape[2], 64) - self.keys.shape[2]
         with torch.inference_mode(False):  # as for the first allocation
@@ -336,14 +331,15 @@ class LexCacheLayer(CacheLayerMixin):
 
     def _advance(self, batch: Batch) -> None:
         """Count the tokens that were read."""
-        if self.is_preallocated:
-            self._count("lengths").add_(batch.counts)
-            self._count("padding").add_(batch.padding)
-            self._count("columns").add_(batch.length)
-            return
-        self.lengths = self.lengths + batch.counts
-        self.padding = self.padding + batch.padding
-        self.columns = self.columns + batch.length
+        self._set_counts(self.lengths + batch.counts, self.padding + batch.padding, self.columns + batch.length)
+
+    def _set_counts(self, *counts: Counts) -> None:
+        """Set lengths, padding and columns; in place if preallocated."""
+        for name, count in zip(COUNTS, counts, strict=True):
+            if self.is_preallocated:
+                self._count(name).copy_(torch.as_tensor(count))
+            else:
+                setattr(self, name, count)
 
     def nbytes(self) -> int:
         """Return the bytes of the storage, counted from the tensors themselves."""
@@ -369,11 +365,10 @@ class LexCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything that was read; the storage is kept."""
         if self.is_preallocated and self.is_initialized:
-            for tensor in (self.keys, self.values, *map(self._count, ("lengths", "padding", "columns"))):
-                tensor.zero_()
-        elif not self.is_preallocated:
-            self.fill, self.lengths, self.padding, self.columns = 0, 0, 0, 0
-        self.past = None
+            self.keys.zero_()
+            self.values.zero_()
+        self._set_counts(0, 0, 0)
+        self.fill, self.past = 0, None
 
     def activate_past_recording(self) -> None:
         """Remember what is read from now on, so that [`LexCacheLayer.crop`] can go back over borders of blocks."""
@@ -396,12 +391,7 @@ class LexCacheLayer(CacheLayerMixin):
             self._restore_past(removed, spare)
         elif isinstance(self.lengths, int):
             self.fill -= removed
-        if self.is_preallocated:
-            self._count("lengths").sub_(removed)
-            self._count("columns").sub_(removed)
-        else:
-            self.lengths = self.lengths - removed
-            self.columns = self.columns - removed
+        self._set_counts(self.lengths - removed, self.padding, self.columns - removed)
         self.past = None
 
     def _croppable(self) -> int:

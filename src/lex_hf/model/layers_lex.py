@@ -1,5 +1,6 @@
 """The layers of the decoder: attention, feed-forward layer, and the two with their norms."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -131,7 +132,7 @@ class LexDecoderLayer(GradientCheckpointingLayer):
             plan: The plan for the pattern of this layer.
             kwargs: See [`LexAttention.forward`].
         """
-        plan = plan.with_masks(masks)
+        plan = replace(plan, masks=masks) if masks else plan
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), plan, **kwargs)
         dropping = self.dropout.training  # a call that does nothing takes time, too
         hidden_states = hidden_states + (self.dropout(attended) if dropping else attended)
