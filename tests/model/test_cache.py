@@ -271,6 +271,23 @@ def test_rows_that_end_at_different_slots_are_never_rolled_back_wrongly(continue
         cache.crop(-12)
 
 
+@pytest.mark.parametrize("fields", PATTERNS)
+@pytest.mark.parametrize("read", [13, 14, 17])
+def test_a_row_without_a_token_keeps_its_state(read: int, fields: dict[str, Any]) -> None:
+    """Bit for bit: what its slot holds is met again if the step is taken back."""
+    model, ids = tiny_model(**fields), random_ids(2, read + 1)
+    mask = torch.ones(2, read + 1, dtype=torch.long)
+    mask[1, 0] = mask[0, read] = 0
+    with torch.no_grad():
+        cache = model(ids[:, :read], attention_mask=mask[:, :read], use_cache=True).past_key_values
+        before = [layer.keys.clone() for layer in cache.layers]
+        model(ids[:, read:], attention_mask=mask, past_key_values=cache)
+    for layer, keys in zip(cache.layers, before, strict=True):
+        assert layer.lengths.tolist() == [read, read]
+        assert torch.equal(layer.keys[0, :, : keys.shape[2]], keys[0])
+        assert not torch.equal(layer.keys[1, :, : keys.shape[2]], keys[1]) or layer.keys.shape != keys.shape
+
+
 def test_recording_keeps_the_end_of_a_long_text_only() -> None:
     model, ids = tiny_model(dtype=torch.float64), random_ids(1, 2000)
     with torch.no_grad():

@@ -170,12 +170,14 @@ class Fold(Movable):
         fills: torch.Tensor | None = None,
     ) -> "Fold":
         """Divide `length` tokens, which continue at slot `fill`, into head, blocks and tail."""
-        head = length if block is None else min(length, 2 * block - fill)
-        first_key = planner.pattern.first_key(fill) if head == 1 and batch.document is None else 0
-        parts = [(0, head, 1, first_key)]
-        if block is not None:
-            blocks, tail = divmod(length - head, block)
-            parts += [(head, block, blocks, block), (head + blocks * block, tail, 1, block + blocks * block)]
+        block = block or fill + length  # full attention is one block
+        head = min(length, 2 * block - fill)
+        blocks, tail = divmod(length - head, block)
+        parts = [
+            (0, head, 1, planner.pattern.first_key(fill)),
+            (head, block, blocks, block),
+            (head + blocks * block, tail, 1, block + blocks * block),
+        ]
         plan = cls(batch, fill, tuple(part for part in parts if part[1] and part[2]), (), (), rotation, fills)
         masks = [plan._mask(planner, *part) for part in plan.parts]
         return replace(plan, masks=tuple(mask for mask, _ in masks), causal=tuple(causal for _, causal in masks))
@@ -359,7 +361,7 @@ class Step(Movable):
         scores = scores.flatten(2, 3).transpose(2, 3).flatten(1, 2)[:, :, None] * options["scaling"] + self.masks[0]
         weights = attention_weights(scores, value.dtype, options["dropout"])
         output = weights.squeeze(2).unflatten(1, (heads, -1)) @ value
-        return output.flatten(1, 2)[:, :, None], weights if dense else None
+        return output.flatten(1, 2)[:, :, None], weights
 
 
 def _check_room(batch: Batch, room: int) -> None:

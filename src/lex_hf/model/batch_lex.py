@@ -96,25 +96,24 @@ class Batch(Movable):
                 without any token. A compiled graph raises a RuntimeError.
         """
         batch, length, _ = states.shape
-        # Tokens are rolled back by number, so a compiler has to break its graph for a cache that records its past.
-        as_tensors = torch.compiler.is_compiling() and (layer is None or not layer.record_past)
         if position_ids is not None:
             check_positions(position_ids, batch, length)
         if attention_mask is not None:
             check_mask(attention_mask, batch, length, layer)
-        if as_tensors and layer is not None:
-            if attention_mask is None:
-                attention_mask = torch.ones((batch, length), dtype=torch.bool, device=states.device)
-            if position_ids is not None:
-                check_unpacked(position_ids, attention_mask)
-                position_ids = None
         real = None if attention_mask is None else attention_mask[:, -length:] != 0
         starts = None if position_ids is None or length == 1 else position_ids[:, 1:] != position_ids[:, :-1] + 1
-        if as_tensors:
-            starts = starts if real is None or starts is None else starts & real.all()
-        else:
+        if real is not None and starts is not None:
+            starts = starts & real.all()
+        # Tokens are rolled back by number, so a compiler has to break its graph for a cache that records its past.
+        as_tensors = torch.compiler.is_compiling() and (layer is None or not layer.record_past)
+        if not as_tensors:
             real = None if real is None or real.all() else real
-            starts = None if real is not None or starts is None or not starts.any() else starts
+            starts = None if starts is None or not starts.any() else starts
+        elif layer is not None:
+            real = torch.ones((batch, length), dtype=torch.bool, device=states.device) if real is None else real
+            if starts is not None:
+                torch._assert_async(~starts.any(), PACKED)
+                starts = None
         document, position = (None, None) if starts is None else _documents(starts.expand(batch, -1))
         before = 0 if layer is None else layer.tokens_read(batch, length, states.device)
         if real is None:
@@ -144,8 +143,7 @@ class Batch(Movable):
 
         Where documents are packed, positions count on over all of them.
         """
-        rank = torch.arange(self.length, device=device)
-        return rank + (self.before[:, None] if isinstance(self.before, torch.Tensor) else self.before)
+        return by_row(self.before) + torch.arange(self.length, device=device)
 
     def positions_by_column(self, device: torch.device) -> torch.Tensor:
         """Return the position of the token in each column in its own text, shape `(batch or 1, sequence)`.
@@ -156,7 +154,7 @@ class Batch(Movable):
             return self.position
         rank = torch.arange(self.length, device=device)[None] if self.inverse is None else self.inverse
         last = (as_tensor(self.counts, self.size, device) - 1).clamp(min=0)
-        return as_tensor(self.before, self.size, device)[:, None] + torch.minimum(rank, last[:, None])
+        return by_row(self.before) + torch.minimum(rank, last[:, None])
 
     def align(self, states: torch.Tensor) -> torch.Tensor:
         """Move the tokens of each row to its front.
@@ -198,6 +196,11 @@ def as_tensor(counts: Counts, size: int, device: torch.device) -> torch.Tensor:
     return torch.full((size,), counts, device=device)
 
 
+def by_row(counts: Counts) -> Counts:
+    """Return counts as a column, which is added to positions of shape `(sequence,)` or `(batch, sequence)`."""
+    return counts[:, None] if isinstance(counts, torch.Tensor) else counts
+
+
 def require(holds: torch.Tensor, message: str) -> None:
     """Raise a ValueError unless `holds`; a compiled graph raises a RuntimeError instead.
 
@@ -226,15 +229,14 @@ def check_mask(attention_mask: torch.Tensor, batch: int, length: int, layer: Cac
     """
     read = 0 if layer is None else layer.columns
     shape = tuple(attention_mask.shape)
-    total = length + read if isinstance(read, int) else max(length, shape[-1] if shape else 0)
+    total = length + read if isinstance(read, int) else max(length, *shape[-1:])
     if shape != (batch, total):
         raise ValueError(
             f"attention_mask has the shape {shape}; it must be (batch, tokens) = ({batch}, {total}), 1 for tokens and "
             "0 for padding. LEX makes its own causal masks."
         )
-    if attention_mask.dtype != torch.bool:
-        new = attention_mask[:, -length:]
-        require(((new == 0) | (new == 1)).all(), NOT_BINARY)
+    new = attention_mask[:, -length:]
+    require(((new == 0) | (new == 1)).all(), NOT_BINARY)
     if layer is not None and layer.is_initialized and attention_mask.shape[1] > length:
         check_past(attention_mask[:, :-length], layer)
 
@@ -285,18 +287,6 @@ def check_positions(position_ids: torch.Tensor, batch: int, length: int) -> None
             f"position_ids have the shape {shape}; it must be (batch, tokens) = ({batch}, {length}) or (1, {length}): "
             "one position for each of the new tokens."
         )
-
-
-def check_unpacked(position_ids: torch.Tensor, attention_mask: torch.Tensor) -> None:
-    """Check in a compiled graph, which cannot branch on them, that `position_ids` go up by one if nothing is padded.
-
-    Raises:
-        RuntimeError: When the graph runs, if they do not.
-    """
-    length = position_ids.shape[1]
-    if length > 1:
-        starts = (position_ids[:, 1:] != position_ids[:, :-1] + 1).any()
-        torch._assert_async(~(starts & (attention_mask[:, -length:] != 0).all()), PACKED)
 
 
 def _check_tokens(real: torch.Tensor) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from transformers.cache_utils import CacheLayerMixin
 
-from .batch_lex import Batch, Counts, as_tensor
+from .batch_lex import Batch, Counts, as_tensor, by_row
 from .masking_lex import FullPattern
 from .rotation_lex import scaled
 from .slots_lex import append, next_slots, slots_in_use, spread, take
@@ -278,8 +278,8 @@ class LexCacheLayer(CacheLayerMixin):
             end: Number of slots that the text fills.
             decay: What scales keys of a block that becomes the previous one.
         """
-        block = self.block or 0
-        start = max(((end - 1) // block - 1) * block, 0) if block else 0
+        block = self.block or end
+        start = max(((end - 1) // block - 1) * block, 0)
         for storage, states in ((self.keys, keys), (self.values, values)):
             pair = states[:, :, start : start + storage.shape[2]]
             storage[:, :, : pair.shape[2]] = pair
@@ -302,9 +302,8 @@ class LexCacheLayer(CacheLayerMixin):
         if self.block is None:
             ring_keys, ring_values = keys, values
         else:
-            first = first[:, None] if isinstance(first, torch.Tensor) else first
             ring, last = torch.arange(2 * self.block, device=keys.device), ends[:, None] - 1
-            slot = (last - (last + first - ring) % (2 * self.block)).clamp(min=0)
+            slot = (last - (last + by_row(first) - ring) % (2 * self.block)).clamp(min=0)
             ring_keys, ring_values = take(keys, slot, len(ring)), take(values, slot, len(ring))
             if decay is not None:
                 is_scaled = (slot < self.block)[:, None, :, None]
@@ -322,8 +321,8 @@ class LexCacheLayer(CacheLayerMixin):
             keys, values, _ = self.past
         keys = torch.cat((keys, key.detach()[:, :, : batch.counts]), dim=2)
         values = torch.cat((values, value.detach()[:, :, : batch.counts]), dim=2)
-        block = self.block or 0
-        surplus = (keys.shape[2] - ROLLBACK - 2 * block) // block * block if block else 0
+        block = self.block or keys.shape[2]
+        surplus = (keys.shape[2] - ROLLBACK - 2 * block) // block * block
         if surplus > 0:
             keys, values = keys[:, :, surplus:].clone(), values[:, :, surplus:].clone()
             keys[:, :, :block] = scaled(keys[:, :, :block], decay)

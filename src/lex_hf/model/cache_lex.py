@@ -29,16 +29,17 @@ class LexCache(Cache):
     """
 
     def __init__(self, config: Any, offloading: bool = False, max_cache_len: int | None = None) -> None:
-        super().__init__(layers=_layers_for(config, max_cache_len), offloading=offloading)
+        super().__init__(layers=_new_layers(config.patterns, config.key_fields, max_cache_len), offloading=offloading)
 
     @staticmethod
-    def adopt(cache: Cache | None, config: Any, num_layers: int) -> Cache | None:
+    def adopt(cache: Cache | None, patterns: list[FullPattern], key_fields: Origin, num_layers: int) -> Cache | None:
         """Return `cache` with LEX layers: as it is, or, if it is an empty one of transformers, its layers replaced.
 
         Args:
             cache: What was passed as `past_key_values`.
-            config: Configuration of the model.
-            num_layers: Number of layers that the model has, of which `config.num_hidden_layers` are in use.
+            patterns: The attention pattern of each layer in use.
+            key_fields: Names and values of the fields that decide how cached keys are rotated and scaled.
+            num_layers: Number of layers that the model has.
 
         Raises:
             ValueError: If the cache already holds states that LEX layers did not store, or was made for another model.
@@ -50,7 +51,7 @@ class LexCache(Cache):
                 f"past_key_values is a {type(cache).__name__}; pass a LexCache, or None to have one made."
             )
         if cache.layers and all(isinstance(layer, LexCacheLayer) for layer in cache.layers):
-            _check_layers(cache.layers, config, num_layers)
+            _check_layers(cache.layers, patterns, key_fields, num_layers)
             return cache
         if not isinstance(cache, (DynamicCache, StaticCache)) or cache.get_seq_length() > 0:
             raise ValueError(
@@ -58,7 +59,7 @@ class LexCache(Cache):
                 "continues only from its own cache. Pass a LexCache, an empty DynamicCache, or None to have one made."
             )
         is_static = isinstance(cache, StaticCache)
-        cache.layers = _layers_for(config, cache.get_max_length() if is_static else None)
+        cache.layers = _new_layers(patterns, key_fields, cache.get_max_length() if is_static else None)
         if not is_static:
             cache.layer_class_to_replicate = None
         return cache
@@ -96,21 +97,22 @@ class LexStaticCache(LexCache):
         super().__init__(config, offloading, max_cache_len)
 
 
-def _layers_for(config: Any, max_cache_len: int | None) -> list[LexCacheLayer]:
-    return [LexCacheLayer(pattern, config.key_fields, max_cache_len) for pattern in config.patterns]
+def _new_layers(patterns: list[FullPattern], key_fields: Origin, max_cache_len: int | None) -> list[LexCacheLayer]:
+    return [LexCacheLayer(pattern, key_fields, max_cache_len) for pattern in patterns]
 
 
-def _check_layers(layers: list[LexCacheLayer], config: Any, num_layers: int) -> None:
+def _check_layers(
+    layers: list[LexCacheLayer], patterns: list[FullPattern], key_fields: Origin, num_layers: int
+) -> None:
     """Check that layers of a cache were made for a model with these patterns and positions."""
     # An assistant that exits early uses the first layers of a longer cache.
-    if len(layers) not in (len(config.patterns), num_layers):
+    if len(layers) not in (len(patterns), num_layers):
         raise ValueError(
             f"past_key_values was made for a model with {len(layers)} layers, and this one has {num_layers}."
         )
-    fields = config.key_fields
-    for index, (layer, pattern) in enumerate(zip(layers, config.patterns, strict=False)):
-        if (layer.pattern, layer.origin) != (pattern, fields):
-            found, expected = _described(layer.pattern, layer.origin), dict(_described(pattern, fields))
+    for index, (layer, pattern) in enumerate(zip(layers, patterns, strict=False)):
+        if (layer.pattern, layer.origin) != (pattern, key_fields):
+            found, expected = _described(layer.pattern, layer.origin), dict(_described(pattern, key_fields))
             changes = [
                 f"{name} = {value!r}, not {expected.get(name)!r}"
                 for name, value in found

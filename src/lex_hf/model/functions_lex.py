@@ -57,7 +57,7 @@ class AttentionFunction:
                 "attn_implementation='sdpa'."
             )
         if seen is not None and bias is None and self.implementation == "sdpa":
-            return seen[..., None, :, :] if seen.dim() == 3 else seen[None, None]
+            return _for_all_heads(seen)
         return additive_mask(seen, bias, dtype)
 
     def __call__(
@@ -95,14 +95,16 @@ class AttentionFunction:
 
 def additive_mask(seen: torch.Tensor | None, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
     """Return what is added to scores; arguments and result as for [`AttentionFunction.mask`]."""
-    if bias is not None:
-        bias = (bias if bias.dim() == 4 else bias[None]).to(dtype)
+    added = None if bias is None else bias.reshape(-1, *bias.shape[-3:]).to(dtype)
     if seen is None:
-        return bias
-    seen = seen[..., None, :, :] if seen.dim() == 3 else seen[None, None]
-    if bias is None:
-        bias = torch.zeros((), dtype=dtype, device=seen.device)
-    return torch.where(seen, bias, torch.finfo(dtype).min)
+        return added
+    zero = torch.zeros((), dtype=dtype, device=seen.device)
+    return torch.where(_for_all_heads(seen), zero if added is None else added, torch.finfo(dtype).min)
+
+
+def _for_all_heads(seen: torch.Tensor) -> torch.Tensor:
+    """Bring `(query, key)` or `(batch, query, key)` into the shape `(1 or batch, 1, query, key)`."""
+    return seen.reshape(-1, 1, *seen.shape[-2:])
 
 
 def eager_attention_forward(
@@ -148,4 +150,4 @@ def attention_weights(scores: torch.Tensor, dtype: torch.dtype, dropout: float) 
         dropout: Probability with which a weight becomes zero.
     """
     weights = nn.functional.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(dtype)
-    return nn.functional.dropout(weights, p=dropout) if dropout else weights
+    return nn.functional.dropout(weights, p=dropout)

@@ -56,7 +56,9 @@ class LexGenerationMixin(GenerationMixin):
             super()._prepare_cache_for_generation(
                 generation_config, model_kwargs, generation_mode, batch_size, max_cache_length
             )
-            model_kwargs["past_key_values"] = LexCache.adopt(cache, self.config, len(self.model.layers))
+            model_kwargs["past_key_values"] = LexCache.adopt(
+                cache, self.config.patterns, self.config.key_fields, len(self.model.layers)
+            )
         elif generation_config.use_cache is not False:
             length = max(max_cache_length, generation_config.max_cache_len or 0)
             model_kwargs["past_key_values"] = self._new_cache(wanted, length)

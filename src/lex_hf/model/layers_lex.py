@@ -93,7 +93,7 @@ class LexAttention(nn.Module):
             dense=output_attentions,
         )
         output = rows.restore(output)
-        if weights is not None:
+        if output_attentions and weights is not None:
             # The output is made of the very weights that are returned, so that gradients reach them.
             weights, value = _by_column(rows.restore(weights), value, plan.key_order(value.shape[2]))
             output = weights @ value

@@ -135,7 +135,8 @@ class LexModel(LexPreTrainedModel):
                 a cache that do not fit.
         """
         hidden_states = self._embed(input_ids, inputs_embeds)
-        cache = LexCache.adopt(past_key_values, self.config, len(self.layers))
+        patterns = self.config.patterns
+        cache = LexCache.adopt(past_key_values, patterns, self.config.key_fields, len(self.layers))
         # A compiler cannot tell whether position_ids pack rows; if they do, that is in training.
         maybe_packed = torch.compiler.is_compiling() and self.training and position_ids is not None
         if use_cache and cache is None and not maybe_packed:
@@ -157,11 +158,10 @@ class LexModel(LexPreTrainedModel):
         are_recorded = kwargs["output_attentions"] or kwargs.get(
             "output_hidden_states", self.config.output_hidden_states
         )
-        plans = self._plans(batch, cache, hidden_states, function, own, in_pieces=not are_recorded)
-        if any(len(pieces) > 1 for pieces in plans.values()) and inputs_embeds is not None:
-            hidden_states = hidden_states.clone()  # layers write to it
+        own_patterns = {patterns[index]: index for index in reversed(own)}
+        plans = self._plans(own_patterns, batch, cache, hidden_states, function, in_pieces=not are_recorded)
         hidden_states = self.dropout(hidden_states)
-        for layer, pattern in zip(self.layers, self.config.patterns, strict=False):
+        for layer, pattern in zip(self.layers, patterns, strict=False):
             hidden_states = self._read(
                 layer, hidden_states, plans.get(pattern, []), cache, function=function, **kwargs
             )
@@ -200,18 +200,13 @@ class LexModel(LexPreTrainedModel):
             raise ValueError("Pass exactly one of input_ids and inputs_embeds.")
         given = inputs_embeds if input_ids is None else input_ids
         assert given is not None
-        if given.shape[0] == 0 or given.shape[1] == 0:
+        if 0 in given.shape[:2]:
             raise ValueError(f"The input is empty: its shape is {tuple(given.shape)}; pass at least one token.")
         if input_ids is None:
-            return given
+            return given.clone()  # layers may write to it
         # On an accelerator the check would wait for the device in every step; there the kernel itself asserts.
         if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
-            low, high = int(input_ids.min()), int(input_ids.max())
-            if low < 0 or high >= self.embed_tokens.num_embeddings:
-                raise ValueError(
-                    f"input_ids hold {low if low < 0 else high}; the vocabulary has ids 0 to "
-                    f"{self.embed_tokens.num_embeddings - 1}. Does the tokenizer belong to this model?"
-                )
+            _check_ids(input_ids, self.embed_tokens.num_embeddings)
         return self.embed_tokens(input_ids)
 
     def _own_layers(self) -> list[int]:
@@ -221,23 +216,23 @@ class LexModel(LexPreTrainedModel):
 
     def _plans(
         self,
+        patterns: dict[FullPattern, int],
         batch: Batch,
         cache: Cache | None,
         states: torch.Tensor,
         function: AttentionFunction,
-        own: list[int],
         in_pieces: bool,
     ) -> dict[FullPattern, list[Fold | Step]]:
-        """Plan this forward pass, once for each attention pattern in use: its pieces, of which most inputs are one."""
-        patterns = self.config.patterns
+        """Plan this forward pass, once for each attention pattern: its pieces, of which most inputs are one.
+
+        `patterns` gives the first layer with each pattern, in whose cache it reads what came before.
+        """
         in_pieces = in_pieces and suits_parts(states, CHUNK, self.layers) and not any(map(_is_observed, self.layers))
         plans: dict[FullPattern, list[Fold | Step]] = {}
-        for index in own:
-            pattern = patterns[index]
-            if pattern not in plans:
-                layer = None if cache is None else cache.layers[index]
-                planner = Planner(pattern, self.positions, function, states.dtype, states.device, self.tp_mesh)
-                plans[pattern] = planner.plan(_pieces(batch, layer, pattern.block) if in_pieces else [batch], layer)
+        for pattern, index in patterns.items():
+            layer = None if cache is None else cache.layers[index]
+            planner = Planner(pattern, self.positions, function, states.dtype, states.device, self.tp_mesh)
+            plans[pattern] = planner.plan(_pieces(batch, layer, pattern.block) if in_pieces else [batch], layer)
         return plans
 
     @torch.no_grad()
@@ -279,6 +274,16 @@ def _check_memory(config: LexConfig) -> None:
         )
 
 
+def _check_ids(input_ids: torch.Tensor, vocab_size: int) -> None:
+    """Check that ids are in the vocabulary."""
+    for extreme in (int(input_ids.min()), int(input_ids.max())):
+        if not 0 <= extreme < vocab_size:
+            raise ValueError(
+                f"input_ids hold {extreme}; the vocabulary has ids 0 to {vocab_size - 1}. Does the tokenizer belong "
+                "to this model?"
+            )
+
+
 def _is_observed(module: nn.Module) -> bool:
     """Return whether hooks of a user, who expects whole states, are registered on a module."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
@@ -287,9 +292,10 @@ def _is_observed(module: nn.Module) -> bool:
 
 def _check_rows(layer: LexCacheLayer | None, batch: int) -> None:
     """Check that a cache holds as many texts as the input has rows."""
-    held = layer.batch_size if layer is not None and layer.is_initialized else batch
-    if held != batch:
-        raise ValueError(f"past_key_values holds {held} texts and the input has {batch} rows; they must be as many.")
+    if layer is not None and layer.is_initialized and layer.batch_size != batch:
+        raise ValueError(
+            f"past_key_values holds {layer.batch_size} texts and the input has {batch} rows; they must be as many."
+        )
 
 
 def _pieces(batch: Batch, layer: LexCacheLayer | None, block: int | None) -> list[Batch]:

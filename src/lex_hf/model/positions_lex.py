@@ -10,7 +10,7 @@ of blocks: its exponents are *offsets* from the second block of the pair.
 """
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -19,12 +19,16 @@ from transformers import initialization as init
 from .fields_lex import MAX_SIZE, require, require_finite
 from .rotation_lex import Rotation
 
-XPOS_SCALES = ("vector", "scalar", "none")
-
 
 class PositionScheme(nn.Module):
-    """The scheme without positions, and the interface of all others."""
+    """The scheme without positions, and the interface of all others.
 
+    Attributes:
+        choices: Fields of the config that name one of several kinds, with their names.
+        adds_to_embeddings: Whether [`PositionScheme.embed`] does anything.
+    """
+
+    choices: ClassVar[dict[str, tuple[str, ...]]] = {}
     adds_to_embeddings = False
 
     def __init__(self, config: Any) -> None:
@@ -38,6 +42,8 @@ class PositionScheme(nn.Module):
         Raises:
             ValueError: If one of them is impossible.
         """
+        for name, known in cls.choices.items():
+            require(getattr(config, name) in known, name, getattr(config, name), f"must be one of {known}")
 
     @classmethod
     def validate_sizes(cls, config: Any) -> None:
@@ -122,10 +128,12 @@ class RotaryScheme(PositionScheme):
     multiplied by ζ^(h/B). Without blocks the exponent is p/B, and xPos ends where ζ^(p/B) leaves the dtype.
     """
 
+    choices: ClassVar = {"xpos_scale": ("vector", "scalar", "none")}
+
     @classmethod
     def validate_fields(cls, config: Any) -> None:
         """Check the fields of xPos."""
-        require(config.xpos_scale in XPOS_SCALES, "xpos_scale", config.xpos_scale, f"must be one of {XPOS_SCALES}")
+        super().validate_fields(config)
         for name in ("rope_theta", "xpos_gamma", "xpos_scale_base"):
             require_finite(config, name, above=0)
 
@@ -163,20 +171,16 @@ class RotaryScheme(PositionScheme):
         self, positions: torch.Tensor, offsets: torch.Tensor, block: int | None, dtype: torch.dtype
     ) -> Rotation:
         """Return the factors of queries and keys; see [`PositionScheme.rotation`]."""
-        dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        dtype = torch.promote_types(dtype, torch.float32)
         # In float64, also of far positions: an angle of float32 has lost its fraction at position 10^7.
         place = torch.device("cpu") if positions.device.type == "mps" else positions.device  # MPS has no float64
-        angle = positions.to(place).double()[..., None] * self._constant("_angle", place)
+        angle = positions.to(place).double()[..., None, :, None] * self._constant("_angle", place)
         factors = torch.stack((angle.cos(), angle.sin()), dim=-1)
-        if positions.dim() == 2:
-            factors = factors[:, None]
         if not self._is_scaled:
             factors = factors.to(positions.device, dtype)
             return Rotation(factors, factors)
         decay = self._constant("_decay", place)
-        scale = torch.exp(offsets.to(place).double()[..., None] * decay)[..., None]
-        if positions.dim() == 2:
-            scale = scale[:, None]
+        scale = torch.exp(offsets.to(place).double()[..., None, :, None] * decay)[..., None]
         previous = None if block is None else torch.exp(block * decay).repeat_interleave(2).to(positions.device, dtype)
         query, key = ((factors * exact).to(positions.device, dtype) for exact in (scale, 1 / scale))
         return Rotation(query, key, previous)
@@ -231,11 +235,12 @@ class AlibiScheme(BiasScheme):
     `alibi_shared_slope` h gives all heads 2^-h (§4.2).
     """
 
+    choices: ClassVar = {"alibi_slopes": ("official", "geometric")}
+
     @classmethod
     def validate_fields(cls, config: Any) -> None:
         """Check the fields of ALiBi."""
-        known = ("official", "geometric")
-        require(config.alibi_slopes in known, "alibi_slopes", config.alibi_slopes, f"must be one of {known}")
+        super().validate_fields(config)
         for name in ("alibi_slope_shift", "alibi_shared_slope"):
             value = getattr(config, name)
             require(value is None or abs(value) <= 100, name, value, "must lie in [-100, 100]: it is an exponent of 2")
@@ -314,11 +319,7 @@ class KerpleScheme(BiasScheme):
     at least 0.01, and the power's r₂ at most 2.
     """
 
-    @classmethod
-    def validate_fields(cls, config: Any) -> None:
-        """Check the fields of KERPLE."""
-        known = ("log", "power")
-        require(config.kerple_variant in known, "kerple_variant", config.kerple_variant, f"must be one of {known}")
+    choices: ClassVar = {"kerple_variant": ("log", "power")}
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -352,6 +353,7 @@ class SandwichScheme(BiasScheme):
     @classmethod
     def validate_fields(cls, config: Any) -> None:
         """Check the fields of Sandwich."""
+        super().validate_fields(config)
         width, first = config.sandwich_dim, config.sandwich_first_index
         is_even = 2 <= width <= MAX_SIZE and width % 2 == 0
         require(is_even, "sandwich_dim", width, f"must be even, at least 2 and at most {MAX_SIZE}")
@@ -380,13 +382,7 @@ class SmoothedSandwichScheme(SandwichScheme):
     """
 
     FIT_DISTANCES = 50
-
-    @classmethod
-    def validate_fields(cls, config: Any) -> None:
-        """Check the fields of Sandwich and of its fit."""
-        super().validate_fields(config)
-        known, fit = ("printed", "points"), config.smoothed_sandwich_fit
-        require(fit in known, "smoothed_sandwich_fit", fit, f"must be one of {known}")
+    choices: ClassVar = {"smoothed_sandwich_fit": ("printed", "points")}
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)

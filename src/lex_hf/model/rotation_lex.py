@@ -12,8 +12,8 @@ class Rotation(Movable):
     """Factors by which a forward pass rotates and scales queries and keys; by default it leaves them as they are.
 
     Attributes:
-        query: Complex factors of queries as (real, imaginary) pairs, shape `(sequence, head_dim / 2, 2)` or
-            `(batch, 1, sequence, head_dim / 2, 2)`.
+        query: Complex factors of queries as (real, imaginary) pairs, shape
+            `(batch or 1, 1, sequence, head_dim / 2, 2)`.
         key: Factors of keys, same shape.
         decay: What keys are multiplied by when their block becomes the previous one, shape `(head_dim,)`; `None` if
             nothing changes.
@@ -66,6 +66,5 @@ def rotate(states: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
         pairs = torch.view_as_complex(exact.unflatten(-1, (-1, 2)))
         product = torch.view_as_real(pairs * torch.view_as_complex(factors)).flatten(-2)
     else:  # the same by fewer calls, which counts where single tokens are read
-        complex_dtype = torch.complex128 if factors.dtype == torch.float64 else torch.complex64
-        product = (exact.view(complex_dtype) * torch.view_as_complex(factors)).view(factors.dtype)
+        product = (exact.view(factors.dtype.to_complex()) * torch.view_as_complex(factors)).view(factors.dtype)
     return product.to(states.dtype)
