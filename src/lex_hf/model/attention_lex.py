@@ -272,7 +272,7 @@ class Fold(Movable):
                 keys = torch.cat((_folded(previous, count), _folded(own, count)), dim=2)
             output, part = function(queries, keys, _windows(values, before, count), mask, causal)
             # As attention functions leave it, so that the output projection need not copy.
-            outputs.append(output.transpose(1, 2).unflatten(0, (-1, count)).flatten(1, 2))
+            outputs.append(_unfolded(output.transpose(1, 2), count))
             weights.append(part)
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return output.transpose(1, 2), self._dense_weights(weights, query.shape[2], key.shape[2]) if dense else None
@@ -397,3 +397,8 @@ def _windows(states: torch.Tensor, before: int, count: int) -> torch.Tensor:
 def _folded(states: torch.Tensor, count: int) -> torch.Tensor:
     """Move `count` blocks into the batch dimension: `(batch * count, heads, block, head_dim)`."""
     return states if count == 1 else states.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
+
+
+def _unfolded(states: torch.Tensor, count: int) -> torch.Tensor:
+    """Undo the folding of `count` blocks of outputs, `(batch, count * block, heads, head_dim)`."""
+    return states if count == 1 else states.unflatten(0, (-1, count)).flatten(1, 2)
