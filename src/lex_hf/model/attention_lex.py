@@ -172,7 +172,7 @@ class Fold(Movable):
         """Divide `length` tokens, which continue at slot `fill`, into head, blocks and tail."""
         block = block or fill + length  # full attention is one block
         head = min(length, 2 * block - fill)
-        blocks, tail = divmod(length - head, block)
+        blocks, tail = (length - head) // block, (length - head) % block
         parts = [
             (0, head, 1, planner.pattern.first_key(fill)),
             (head, block, blocks, block),
