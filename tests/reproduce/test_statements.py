@@ -53,7 +53,7 @@ def test_a_single_seed_is_paired_by_document_and_a_single_document_is_not_tested
     assert (found.pairing, found.pairs, found.shows("<")) == ("documents", 3, "agrees")
     alone = difference(Cell([1.0], [[1.0]]), Cell([2.0], [[2.0]]))
     assert (alone.p_value, alone.shows("<"), alone.shows("≈", 9.0)) == (None, "not tested", "not tested")
-    missing = _made_up({"a": {"1024": a}, "b": {}}, tables.lower("a", "b", 1024))[0]
+    missing = _made_up({"a": {"1024": a}, "b": {}}, tables.differs("a", "<", "b", 1024))[0]
     assert (missing.verdict, missing.parts[0]["reason"]) == ("not tested", "there is no measurement")
 
 

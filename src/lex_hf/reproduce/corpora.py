@@ -1,7 +1,7 @@
 """Texts to train and to test on, with fingerprints: a model is known by what it was trained on."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lex_hf.data.documents import load_documents
-from lex_hf.data.tokenizers import byte_tokenizer, train_tokenizer
+from lex_hf.data.tokenizers import train_tokenizer
 from lex_hf.evaluation.segments import segments_in_turn
 from lex_hf.records import whole_folder
 from lex_hf.reproduce.tiny import standard_library
@@ -24,17 +24,11 @@ STANDARD_LIBRARY = "python"
 
 @dataclass(frozen=True)
 class Texts:
-    """Documents.
+    """Documents."""
 
-    Attributes:
-        name: What they are called in the report.
-        sources: Where they come from.
-        documents: A dataset with the column `text`.
-    """
-
-    name: str
+    name: str  # in the report
     sources: Sequence[str]
-    documents: Dataset
+    documents: Dataset  # with the column `text`
 
     @cached_property
     def sha256(self) -> str:
@@ -87,25 +81,27 @@ def tokenizer_fingerprint(specification: str, training: Texts) -> str:
 
 def load_tokenizer(specification: str, training: Texts, folder: Path) -> PreTrainedTokenizerBase:
     """Load or make a tokenizer: `bytes`, `bpe:N` (kept in `folder` once it is trained), or a folder or Hub id."""
-    if specification == "bytes":
-        return byte_tokenizer()
     if not specification.startswith("bpe:"):
         return recipes.load_tokenizer(specification)
     key = hashlib.sha256(tokenizer_fingerprint(specification, training).encode()).hexdigest()[:12]
-    place = folder / f"bpe-{bpe_size(specification)}-{key}"
+    place = folder / f"bpe-{_bpe_size(specification)}-{key}"
     if not place.is_dir():
-        tokenizer = train_tokenizer(training.documents["text"], bpe_size(specification))
+        tokenizer = train_tokenizer(training.documents["text"], _bpe_size(specification))
         with whole_folder(place) as partial:
             tokenizer.save_pretrained(partial)
     return AutoTokenizer.from_pretrained(place)
 
 
-def bpe_size(specification: str) -> int:
-    """Return the N of `bpe:N`.
+def vocabulary_size(specification: str) -> int:
+    """Return the number of ids of a tokenizer, without making a `bpe:N`.
 
     Raises:
-        ValueError: If it is not a number.
+        ValueError: If N is not a number, or the tokenizer cannot be loaded.
     """
+    return _bpe_size(specification) if specification.startswith("bpe:") else len(recipes.load_tokenizer(specification))
+
+
+def _bpe_size(specification: str) -> int:
     size = specification.removeprefix("bpe:")
     if not size.isdecimal():
         raise ValueError(f"--tokenizer {specification}: after bpe: comes the number of ids, as in bpe:8192.")
@@ -124,14 +120,7 @@ def segments(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: i
     Raises:
         ValueError: If the texts hold none.
     """
-    ids = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    whole = segments_in_turn(ids, length)
-    if not whole:
-        raise ValueError(
-            f"No test text has {length} tokens, the longest {max(map(len, ids))}: give longer texts, or choose a "
-            "smaller --length."
-        )
-    return torch.tensor(whole[:count])
+    return torch.tensor(segments_in_turn(_encode(texts, tokenizer, length), length)[:count])
 
 
 def long_enough(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[str]:
@@ -140,11 +129,17 @@ def long_enough(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length
     Raises:
         ValueError: If there are none.
     """
-    encoded: Mapping[str, list[list[int]]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)
-    kept = [text for text, ids in zip(texts, encoded["input_ids"], strict=True) if len(ids) >= length]
-    if not kept:
+    encoded = _encode(texts, tokenizer, length)
+    return [text for text, ids in zip(texts, encoded, strict=True) if len(ids) >= length]
+
+
+def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[list[int]]:
+    """Return the token ids of texts of which one at least must have `length` tokens."""
+    encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    longest = max(map(len, encoded))
+    if longest < length:
         raise ValueError(
-            f"No test text has {length} tokens, the longest {max(map(len, encoded['input_ids']))}: give longer texts, "
-            "or choose a smaller --length."
+            f"No test text has {length} tokens, the longest {longest}: give longer texts, or choose a smaller "
+            "--length."
         )
-    return kept
+    return encoded

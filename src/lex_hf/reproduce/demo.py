@@ -7,8 +7,9 @@ evaluated on files they have never seen, at lengths up to 2048. Nothing is downl
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -97,9 +98,10 @@ def run(folder: Path, *, steps: int = STEPS, generate: int = 2000, console: Cons
     result = DemoResult(
         perplexity, streamed.tokens, streamed.perplexity, cache_bytes, generate, generation_bytes, seconds
     )
-    with ExitStack() as last:  # is printed also if it cannot be written
-        last.callback(_print_summary, folder, corpus, result, console)
+    try:
         _write(folder, result)
+    finally:  # is printed also if it cannot be written
+        _print_summary(folder, corpus, result, console)
     return result
 
 
@@ -118,7 +120,7 @@ def _evaluate_all(folder: Path, corpus: Corpus, console: Console) -> dict[str, d
     """Perplexity of the beginnings of the held-back files, by system and length; the same bytes everywhere."""
     texts = corpus.test_texts()
     table: dict[str, dict[int, float]] = {}
-    for (name, scheme), (suffix, pattern) in ((s, p) for s in SCHEMES.items() for p in PATTERNS.items()):
+    for (name, scheme), (suffix, pattern) in product(SCHEMES.items(), PATTERNS.items()):
         model, tokenizer = load_for_evaluation(str(folder / scheme), device="cpu", attention_pattern=pattern)
         table[name + suffix] = perplexity_by_length(model, tokenizer, texts, LENGTHS)
         console.print(f"evaluated {name + suffix}")

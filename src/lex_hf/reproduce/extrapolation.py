@@ -3,7 +3,6 @@
 The comparison of the LEX paper's Tables 2 and 5 at the size of `tiny.py`, with several seeds.
 """
 
-import contextlib
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,13 +22,13 @@ from lex_hf.reproduce.experiment import Experiment, Measured
 from lex_hf.reproduce.measuring import Setting
 from lex_hf.reproduce.models import Job
 from lex_hf.reproduce.presets import preset
+from lex_hf.reproduce.report import markdown_table
 from lex_hf.reproduce.tables import LEX, PRINTED_LENGTH, System, Table
 from lex_hf.reproduce.tiny import (
     EXAMPLES_PER_STEP,
     LENGTHS,
     STEPS,
     TRAINING_LENGTH,
-    Corpus,
     check_seeds,
     check_steps,
     standard_library,
@@ -66,10 +65,8 @@ class Extrapolation:
     def markdown(self) -> str:
         """Return a table of means, each ± half the range over the seeds."""
         lengths = sorted({length for curve in self.perplexity.values() for length in curve})
-        rows = [["system", *map(str, lengths)], ["---", *["---:"] * len(lengths)]]
-        for system, curve in self.perplexity.items():
-            rows.append([system, *(_cell(curve.get(length)) for length in lengths)])
-        return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"
+        rows = [[name, *(_cell(curve.get(length)) for length in lengths)] for name, curve in self.perplexity.items()]
+        return markdown_table(["system", *map(str, lengths)], rows) + "\n"
 
 
 def _cell(values: list[float] | None) -> str:
@@ -88,14 +85,8 @@ def run(
 ) -> Extrapolation:
     """Train a tiny model for each scheme and seed, evaluate each at all lengths, write table, plot and JSON.
 
-    Models that `folder` already holds, trained for as many steps, are not trained again.
-
-    Args:
-        folder: Where models and results go.
-        schemes: Position schemes.
-        seeds: Seeds.
-        steps: Optimiser steps of each model.
-        console: Where to print.
+    Models that `folder` already holds, trained for as many steps, are not trained again. The table is printed also if
+    it cannot be written.
 
     Raises:
         ValueError: If a scheme is unknown or there twice, a seed is impossible or there twice, there is no step, or
@@ -109,11 +100,9 @@ def run(
         raise ValueError(f"schemes = {', '.join(schemes)}: one is given twice.")
     _check_output(folder)
     models.join_processes(folder)
-    table = _table(schemes)
-    jobs = _jobs(table, seeds, steps)
-    for job in jobs.values():
+    experiment = _experiment(folder, _table(schemes), seeds, steps)
+    for job in experiment.jobs.values():
         models.adopt(job, folder)
-    experiment = _experiment(folder, table, jobs, standard_library())
     measured: Measured = {}
     for scheme in schemes:
         systems = [scheme + suffix for suffix in PATTERNS.values()]
@@ -121,9 +110,10 @@ def run(
         measured |= experiment.measure(systems)[STANDARD_LIBRARY]
         console.print(f"{scheme}: done")
     result = Extrapolation(steps, list(seeds), _perplexities(measured))
-    with contextlib.ExitStack() as last:  # is printed also if it cannot be written
-        last.callback(console.print, result.markdown(), markup=False, soft_wrap=True)
+    try:
         _write(folder, result)
+    finally:
+        console.print(result.markdown(), markup=False, soft_wrap=True)
     return result
 
 
@@ -138,28 +128,24 @@ def _table(schemes: Sequence[str]) -> Table:
     return Table("extrapolation", LEX, "chunked", systems, [scale * length for length in LENGTHS])
 
 
-def _jobs(table: Table, seeds: Sequence[int], steps: int) -> dict[tuple[str, int], Job]:
-    """Return the model of each system and seed; folders have had these names since version 0.1.0."""
-    found = {}
-    for system in table.systems:
-        scheme = system.model["position_embedding_type"]
-        for seed in seeds:
-            label = f"{scheme}-{steps}-steps-seed-{seed}"
-            settings = (tiny_training(steps), EXAMPLES_PER_STEP, seed, "bytes", STANDARD_LIBRARY)
-            found[system.name, seed] = Job(tiny_config(scheme), *settings, label=label)
-    return found
-
-
-def _experiment(folder: Path, table: Table, jobs: dict[tuple[str, int], Job], corpus: Corpus) -> Experiment:
+def _experiment(folder: Path, table: Table, seeds: Sequence[int], steps: int) -> Experiment:
+    corpus = standard_library()
     beginnings = Dataset.from_dict({"text": corpus.test_texts()})
     return Experiment(
         Setting(table, replace(preset("tiny", LEX), test_tokens=None), "cpu"),
-        jobs,
+        {(system.name, seed): _job(system, seed, steps) for system in table.systems for seed in seeds},
         models=folder,
-        training=Texts("training", ["the Python standard library"], corpus.documents()),
-        tests=[Texts(STANDARD_LIBRARY, ["held-back files of the Python standard library"], beginnings)],
+        training=Texts("training", (), corpus.documents()),
+        tests=[Texts(STANDARD_LIBRARY, (), beginnings)],
         report=lambda line: None,
     )
+
+
+def _job(system: System, seed: int, steps: int) -> Job:
+    scheme = system.model["position_embedding_type"]
+    label = f"{scheme}-{steps}-steps-seed-{seed}"  # folders have had these names since version 0.1.0
+    training = tiny_training(steps)
+    return Job(tiny_config(scheme), training, EXAMPLES_PER_STEP, seed, "bytes", STANDARD_LIBRARY, label=label)
 
 
 def _perplexities(measured: Measured) -> dict[str, dict[int, list[float]]]:

@@ -23,7 +23,12 @@ from lex_hf.records import fingerprint, read_json, write_json
 from lex_hf.reproduce.corpora import Texts, long_enough, segments
 from lex_hf.reproduce.models import can_read
 from lex_hf.reproduce.presets import Preset
-from lex_hf.reproduce.tables import ERF, JUMP, RESOLUTION, SHARE, VARIATION, System, Table
+from lex_hf.reproduce.tables import System, Table
+
+# Columns of receptive fields. What is measured in tokens is divided by a training length, so that scales compare.
+ERF, SHARE, JUMP = "ERF / l", "share of newest l", "jump / l"
+# Columns of the curves of expected attention.
+VARIATION, RESOLUTION = "total variation beyond l/2", "resolution R(g)"
 
 _VERSION = 1  # of what is measured and how it is kept; a higher one repeats all measurements
 _THRESHOLD = 0.99
@@ -53,17 +58,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Setting:
-    """Settings that all measurements of a table share.
-
-    Attributes:
-        table: The table.
-        preset: Its scale.
-        device: Where models run; `None` means a GPU if there is one.
-    """
+    """A table, its scale, and where its models are measured."""
 
     table: Table
     preset: Preset
-    device: str | None
+    device: str | None  # a GPU if there is one, if `None`
 
     def length(self, printed: int) -> int:
         """Tokens at this scale."""
@@ -71,7 +70,7 @@ class Setting:
 
 
 def measure(
-    setting: Setting, system: System, folder: Path, texts: Texts, progress: Callable[[str], None]
+    setting: Setting, system: System, folder: Path, texts: Texts, report: Callable[[str], None]
 ) -> dict[str, Measurement]:
     """Measure a trained model; what was measured before is read.
 
@@ -80,7 +79,7 @@ def measure(
         system: The system that the model is of.
         folder: Folder of the model.
         texts: Texts to measure it on.
-        progress: Called with what is about to be computed.
+        report: Called with a line about what is about to be computed.
 
     Returns:
         By column; those of lengths that the model cannot read are missing.
@@ -92,7 +91,7 @@ def measure(
         place = folder / "measurements" / f"{_key(setting, system, texts, printed)}.json"
         found = _read(place)
         if found is None:
-            progress(f"{system.name}, {setting.table.measure}, {setting.length(printed)} tokens, {texts.name}")
+            report(f"Measuring {system.name}, {setting.table.measure}, {setting.length(printed)} tokens, {texts.name}")
             if loaded is None:
                 loaded = load_for_evaluation(str(folder), device=setting.device, **_pattern(setting, system))
             found = _MEASURES[setting.table.measure](setting, *loaded, list(texts.documents["text"]), printed)
@@ -138,40 +137,19 @@ def _pattern(setting: Setting, system: System) -> dict[str, Any]:
     return pattern
 
 
-def _chunked(
+def _perplexity(
     setting: Setting, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], printed: int
 ) -> dict[str, Measurement]:
-    length = setting.length(printed)
-    result = compute_perplexity(
-        model,
-        tokenizer,
-        texts,
-        length=length,
-        batch_size=max(1, setting.preset.tokens_at_once // length),
-        max_length=setting.preset.test_tokens,
-        progress=False,
-    )
-    losses = [each.nll / each.tokens for each in result.documents]
-    return {str(printed): Measurement(result.nll, losses, [each.tokens for each in result.documents], [])}
-
-
-def _last_token(
-    setting: Setting, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], printed: int
-) -> dict[str, Measurement]:
-    """Measure the last tokens of segments of the longest length, after `length` - 1 tokens (Sandwich paper, §3.4)."""
-    longest, length = setting.length(setting.table.lengths[-1]), setting.length(printed)
-    usable = long_enough(texts, tokenizer, longest)
-    result = compute_perplexity(
-        model,
-        tokenizer,
-        usable,
-        protocol="last_token",
-        length=longest,
-        contexts=[length - 1],
-        batch_size=max(1, setting.preset.tokens_at_once // length),
-        max_length=longest * -(-setting.preset.segments // len(usable)),
-        progress=False,
-    )
+    length, options = setting.length(printed), dict[str, Any]()
+    if setting.table.measure == "chunked":
+        options |= {"length": length, "max_length": setting.preset.test_tokens}
+    else:  # the last tokens of segments of the longest length, after `length` - 1 tokens (Sandwich paper, §3.4)
+        longest = setting.length(setting.table.lengths[-1])
+        texts = long_enough(texts, tokenizer, longest)
+        most = longest * -(-setting.preset.segments // len(texts))
+        options |= {"protocol": "last_token", "length": longest, "contexts": [length - 1], "max_length": most}
+    batch_size = max(1, setting.preset.tokens_at_once // length)
+    result = compute_perplexity(model, tokenizer, texts, batch_size=batch_size, progress=False, **options)
     losses = [each.nll / each.tokens for each in result.documents]
     return {str(printed): Measurement(result.nll, losses, [each.tokens for each in result.documents], [])}
 
@@ -213,19 +191,15 @@ def _jump(curve: torch.Tensor, recent: int) -> int:
 
 
 _MEASURES: dict[str, Callable[..., dict[str, Measurement]]] = {
-    "chunked": _chunked,
-    "last_token": _last_token,
+    "chunked": _perplexity,
+    "last_token": _perplexity,
     "resolution": _resolution,
     "receptive_field": _receptive_field,
 }
 
 
 def expectation(setting: Setting, config: LexConfig) -> dict[str, Measurement]:
-    """Measure a scheme's curve of expected attention (LEX paper, Eq. 10 and Figure 2); nothing is trained.
-
-    Args:
-        setting: Table and scale; the curve extends to the table's length.
-        config: Configuration of the scheme.
+    """Measure a scheme's curve of expected attention up to the table's length (LEX paper, Eq. 10 and Figure 2).
 
     Returns:
         The sum of all rises and falls beyond l/2, by the curve's value at 0, and its attention resolution.

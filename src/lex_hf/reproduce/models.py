@@ -103,14 +103,7 @@ class Job:
 def ensure(
     job: Job, models: Path, tokenizer: PreTrainedTokenizerBase, examples: Dataset | None, tokens_at_once: int
 ) -> dict[str, Any]:
-    """Train a model if it is missing, from its last checkpoint if there is one.
-
-    Args:
-        job: The model.
-        models: Folder of all models; it gets a folder of its own there.
-        tokenizer: Its tokenizer.
-        examples: Its packed training examples; not needed if it is trained.
-        tokens_at_once: Tokens of a batch on one device; steps of more are accumulated.
+    """Train a model if the folder of models lacks it; see [`train_job`]. No examples are needed if it is there.
 
     Returns:
         What is recorded of its training, with `trained_now`: whether this call trained it.
@@ -148,7 +141,7 @@ def train_job(
         tokenizer: Its tokenizer.
         examples: Its packed training examples.
         tokens_at_once: Tokens of a batch on one device; steps of more are accumulated.
-        overwrite: Whether a model may be replaced that is there without a checkpoint.
+        overwrite: Whether a model that is there without a checkpoint may be replaced.
 
     Raises:
         TrainingInterrupted: If training was stopped; the next call resumes it.
@@ -184,12 +177,7 @@ def train_job(
 
 
 def adopt(job: Job, models: Path) -> None:
-    """Note that a model is trained which an earlier version trained without leaving a record.
-
-    Args:
-        job: The model.
-        models: Folder of all models.
-    """
+    """Note that a model is trained which an earlier version trained without leaving a record."""
     folder = models / job.name
     if (folder / "config.json").is_file() and not (folder / DONE).is_file():  # that file is the last of a model
         write_json(folder / DONE, {"name": job.name, "steps": job.steps})

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from lex_hf.model.configuration_lex import LexConfig
+from lex_hf.reproduce.corpora import vocabulary_size
 from lex_hf.reproduce.tables import LEX, System, Table
 from lex_hf.reproduce.tiny import check_steps
 from lex_hf.training.recipe_files import lex_optimizer
@@ -85,7 +86,15 @@ class Preset:
         return max(1, self.batch_tokens // length)
 
 
-def preset(name: str, paper: str, *, length: int | None = None, steps: int | None = None) -> Preset:
+def preset(
+    name: str,
+    paper: str,
+    *,
+    length: int | None = None,
+    steps: int | None = None,
+    segments: int | None = None,
+    tokenizer: str | None = None,
+) -> Preset:
     """Make a preset for the tables of one of the papers.
 
     Args:
@@ -93,9 +102,11 @@ def preset(name: str, paper: str, *, length: int | None = None, steps: int | Non
         paper: `LEX` or `SANDWICH`.
         length: Another l in tokens; tokens of a step stay the same.
         steps: Another number of optimiser steps; the warm-up keeps its share of them.
+        segments: Another number of segments under `last_token`.
+        tokenizer: Another tokenizer, and so another vocabulary.
 
     Raises:
-        ValueError: If there is no such preset, or the length is odd.
+        ValueError: If there is no such preset, the length is odd, or a number or the tokenizer impossible.
     """
     if name not in PRESETS:
         raise ValueError(f"--preset {name}: it must be one of {', '.join(PRESETS)}.")
@@ -109,6 +120,10 @@ def preset(name: str, paper: str, *, length: int | None = None, steps: int | Non
         printed = chosen.training["max_steps"]
         warmup = min(steps - 1, chosen.training["warmup_steps"] * steps // printed)
         chosen = replace(chosen, training={**chosen.training, "max_steps": steps, "warmup_steps": warmup})
+    if segments is not None:
+        chosen = replace(chosen, segments=segments)
+    if tokenizer is not None:
+        chosen = replace(chosen, tokenizer=tokenizer, vocabulary=vocabulary_size(tokenizer))
     return chosen
 
 

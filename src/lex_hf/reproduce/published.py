@@ -1,4 +1,4 @@
-"""The figures that the papers print, as data of the package: `published/<table>.json`, each with its source."""
+"""The figures that the papers print, as data of the package: `papers/<table>.json`, each with its source."""
 
 import json
 from collections.abc import Mapping
@@ -50,24 +50,23 @@ class Published:
 _STANDS_FOR = {"books": "pg22", "meetings": "qmsum", "code": "github", "python": "github"}
 
 
-def load(name: str) -> Published:
-    """Read the printed figures of a table.
+def read(name: str) -> dict[str, Any]:
+    """Read the file of a table, e.g. `lex-table2`: source and printed figures, and the experiment that repeats it."""
+    content: dict[str, Any] = json.loads((files("lex_hf.reproduce") / "papers" / f"{name}.json").read_text("utf-8"))
+    return content
 
-    Args:
-        name: Name of the table, e.g. `lex-table2`.
-    """
-    content = json.loads((files("lex_hf.reproduce") / "papers" / f"{name}.json").read_text(encoding="utf-8"))
+
+def load(name: str) -> Published:
+    """Read the printed figures of a table, e.g. `lex-table2`."""
+    content = {"note": ""} | read(name)
+    del content["experiment"]
     values: dict[str, dict[str, dict[str, float]]] = {}
     printed: dict[str, dict[str, dict[str, str]]] = {}
     for entry in content.pop("values"):
-        place = entry["corpus"], entry["row"], entry["column"]
-        _put(values, *place, entry["value"])
-        _put(printed, *place, _as_printed(entry))
-    return Published(**{"note": ""} | content, values=values, printed=printed)
-
-
-def _put(tree: dict[str, dict[str, dict[str, Any]]], corpus: str, row: str, column: str, value: Any) -> None:
-    tree.setdefault(corpus, {}).setdefault(row, {})[column] = value
+        corpus, row, column = entry["corpus"], entry["row"], entry["column"]
+        values.setdefault(corpus, {}).setdefault(row, {})[column] = entry["value"]
+        printed.setdefault(corpus, {}).setdefault(row, {})[column] = _as_printed(entry)
+    return Published(**content, values=values, printed=printed)
 
 
 def _as_printed(entry: Mapping[str, Any]) -> str:

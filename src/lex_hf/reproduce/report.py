@@ -102,14 +102,17 @@ def _counted(verdicts: Sequence[str]) -> str:
 def _comparison_table(record: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """Return a table with our row of each system, and under it the printed one."""
     printed = record["published"]["printed"].get(result["corpus"], {})
-    rows = [["system", *(_column_title(record, column) for column in record["columns"])]]
-    rows.append(["---", *["---:"] * len(record["columns"])])
+    rows = []
     for system, cells in result["cells"].items():
         rows.append([system, *(_cell(record, cells.get(column)) for column in record["columns"])])
         if system in printed:
             row = printed[system]
             rows.append(["*as printed*", *(_italic(row.get(column, "")) for column in record["columns"])])
-    return _markdown(rows)
+    return markdown_table(_head(record), rows)
+
+
+def _head(record: Mapping[str, Any]) -> list[str]:
+    return ["system", *(_column_title(record, column) for column in record["columns"])]
 
 
 def _column_title(record: Mapping[str, Any], column: str) -> str:
@@ -136,7 +139,7 @@ def _cell(record: Mapping[str, Any], cell: Mapping[str, Any] | None) -> str:
     mark = cell["mark"].replace("*", chr(92) + "*")
     if interval is None:
         return f"{_number(mean)}{mark}"
-    low, high = (_shown(record, end) for end in interval)
+    low, high = _ends(record, interval)
     return f"{_number(mean)} ± {_number((high - low) / 2)}{mark}"
 
 
@@ -145,6 +148,10 @@ def _shown(record: Mapping[str, Any], value: float) -> float:
     if not record["perplexity"]:
         return value
     return math.inf if value >= 700 else math.exp(value)
+
+
+def _ends(record: Mapping[str, Any], interval: Sequence[float]) -> tuple[float, float]:
+    return _shown(record, interval[0]), _shown(record, interval[1])
 
 
 def _number(value: float) -> str:
@@ -236,24 +243,18 @@ def _interval_table(record: Mapping[str, Any], result: Mapping[str, Any]) -> str
         ends = [cells[column]["document_interval"] if column in cells else None for column in record["columns"]]
         if any(ends):
             rows.append([system, *("" if each is None else _interval(record, each) for each in ends)])
-    if not rows:
-        return ""
-    head = ["system", *(_column_title(record, column) for column in record["columns"])]
-    return _markdown([head, ["---", *["---:"] * len(record["columns"])], *rows])
+    return markdown_table(_head(record), rows) if rows else ""
 
 
 def _interval(record: Mapping[str, Any], interval: Sequence[float]) -> str:
-    low, high = (_number(_shown(record, end)) for end in interval)
-    return f"{low} to {high}"
+    return " to ".join(map(_number, _ends(record, interval)))
 
 
 def _making(record: Mapping[str, Any]) -> Iterator[str]:
     yield f"`{record['command']}`, {record['created']}."
     if record["models"]:
-        rows = [["model", "systems", "parameters", "steps", "tokens", "loss", "seconds"]]
-        rows.append(["---", "---", *["---:"] * 5])
-        rows += [_model_row(each) for each in record["models"]]
-        yield _markdown(rows)
+        head = ["model", "systems", "parameters", "steps", "tokens", "loss", "seconds"]
+        yield markdown_table(head, [_model_row(each) for each in record["models"]], words=2)
         yield "Loss: mean over the training, in nats per token. Seconds: of the last uninterrupted part of it."
     texts = [*([record["data"]] if record["data"] else []), *record["tests"].values()]
     if texts:
@@ -278,8 +279,10 @@ def _model_row(model: Mapping[str, Any]) -> list[str]:
     return [f"`{model['name']}`", ", ".join(model["systems"]), *numbers, loss, f"{model['seconds']:.0f}"]
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, words: int = 1) -> str:
+    """Return a table in Markdown, whose first columns, `words` of them, are not numbers."""
+    rule = ["---"] * words + ["---:"] * (len(head) - words)
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rows))
 
 
 def pictures(record: Mapping[str, Any]) -> dict[str, Figure]:
@@ -327,21 +330,15 @@ def _picture(record: Mapping[str, Any], name: str, result: Mapping[str, Any], sy
 
 
 def _perplexities(record: Mapping[str, Any], result: Mapping[str, Any], systems: Sequence[str], title: str) -> Figure:
-    lengths, cells = record["lengths"], result["cells"]
-    curves = {
-        system: {lengths[column]: _shown(record, cell["mean"]) for column, cell in cells[system].items()}
-        for system in systems
-    }
-    intervals = {
-        system: {
-            lengths[column]: tuple(_shown(record, end) for end in cell["seed_interval"])
-            for column, cell in cells[system].items()
-            if cell["seed_interval"] is not None
-        }
-        for system in systems
-    }
-    bands: Any = {system: band for system, band in intervals.items() if band}
-    return plots.perplexity_by_length(curves, record["training_length"], title=title, intervals=bands or None)
+    curves: dict[str, dict[int, float]] = {system: {} for system in systems}
+    intervals: dict[str, dict[int, tuple[float, float]]] = {system: {} for system in systems}
+    for system in systems:
+        for column, cell in result["cells"][system].items():
+            length = record["lengths"][column]
+            curves[system][length] = _shown(record, cell["mean"])
+            if cell["seed_interval"] is not None:
+                intervals[system][length] = _ends(record, cell["seed_interval"])
+    return plots.perplexity_by_length(curves, record["training_length"], title=title, intervals=intervals)
 
 
 def _field(curve: torch.Tensor, training_length: int) -> ReceptiveField:

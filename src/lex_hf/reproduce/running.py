@@ -22,11 +22,10 @@ from lex_hf.reproduce.corpora import Texts
 from lex_hf.reproduce.experiment import Experiment, Measured, distinct
 from lex_hf.reproduce.measuring import Measurement, Setting, expectation
 from lex_hf.reproduce.models import Job
-from lex_hf.reproduce.presets import Preset, preset
+from lex_hf.reproduce.presets import preset
 from lex_hf.reproduce.statements import Cell, is_perplexity, marks, statements
 from lex_hf.reproduce.tables import System, Table
 from lex_hf.reproduce.tiny import check_seeds
-from lex_hf.training.recipes import load_tokenizer
 
 _UNKNOWN = "not given"  # fingerprint of texts in a plan made without them
 
@@ -65,51 +64,39 @@ class Request:
 
 
 class Plan:
-    """Models and measurements that a request needs, before anything is trained."""
+    """Models and measurements that a request needs, before anything is trained.
+
+    Raises:
+        ValueError: If a name or a setting of the request is unknown or impossible.
+    """
 
     def __init__(self, request: Request) -> None:
-        """Resolve names and settings.
-
-        Raises:
-            ValueError: If one is unknown or impossible.
-        """
         self.request = request
         found = tables.find(request.table)
         further = tuple(tables.further_system(each) for each in request.also)
         self.table: Table = replace(found, systems=(*found.systems, *further))
         check_seeds(request.seeds)
-        self.preset = _preset(request, self.table)
+        self.preset = preset(
+            request.preset,
+            self.table.paper,
+            length=request.length,
+            steps=request.steps,
+            segments=request.segments,
+            tokenizer=request.tokenizer,
+        )
+        self.setting = Setting(self.table, self.preset, request.device)
+        self.published = published.load(self.table.name)
         self.configs = {system.name: self.preset.config(self.table, system) for system in self.table.systems}
         if len(self.configs) < len(self.table.systems):
             raise ValueError(f"--also {' '.join(request.also)}: a system is given twice.")
-
-    @property
-    def models(self) -> Path:
-        """Folder of the models."""
-        return self.request.output / "models"
-
-    @property
-    def folder(self) -> Path:
-        """Folder of the report."""
-        return self.request.output / f"{self.table.name}-{self.preset.name}"
-
-    @property
-    def trains(self) -> bool:
-        """True if the table needs trained models."""
-        return self.table.measure != "expectation"
-
-    @property
-    def has_data(self) -> bool:
-        """True if there are texts to train on."""
-        return bool(self.request.data) or not self.preset.needs_data
+        self.models = request.output / "models"
+        self.folder = request.output / f"{self.table.name}-{self.preset.name}"  # of the report
+        self.trains = self.table.measure != "expectation"
+        self.has_data = bool(request.data) or not self.preset.needs_data
 
     @cached_property
     def training(self) -> Texts:
-        """Training texts.
-
-        Raises:
-            ValueError: If none are given and the preset needs them.
-        """
+        """Training texts; a `ValueError` if none are given and the preset needs them."""
         if not self.has_data:
             raise ValueError(
                 f"--preset {self.preset.name} needs texts to train on: give --data FILES and --test FILES."
@@ -148,7 +135,7 @@ class Plan:
             "preset": self.preset.name,
             "training_length": self.preset.length,
             "measure": self.table.measure,
-            "lengths": [self.table.scaled(length, self.preset.length) for length in self.table.lengths],
+            "lengths": [self.setting.length(printed) for printed in self.table.lengths],
             "models": [
                 {
                     "name": job.name,
@@ -170,29 +157,8 @@ class Plan:
         }
 
 
-def _preset(request: Request, table: Table) -> Preset:
-    chosen = preset(request.preset, table.paper, length=request.length, steps=request.steps)
-    if request.segments is not None:
-        chosen = replace(chosen, segments=request.segments)
-    if request.tokenizer is None:
-        return chosen
-    return replace(chosen, tokenizer=request.tokenizer, vocabulary=_vocabulary(request.tokenizer))
-
-
-def _vocabulary(tokenizer: str) -> int:
-    if tokenizer == "bytes":
-        return 257
-    if tokenizer.startswith("bpe:"):
-        return corpora.bpe_size(tokenizer)
-    return len(load_tokenizer(tokenizer))
-
-
 def run(request: Request, *, console: Console | None = None) -> dict[str, Any]:
     """Make a table; models and measurements that are there are not made again.
-
-    Args:
-        request: The table and its scale.
-        console: Where to print.
 
     Returns:
         The record, as written to `record.json` beside `report.md` and the pictures.
@@ -242,7 +208,7 @@ def _write(folder: Path, record: dict[str, Any], console: Console) -> None:
 
 def _experiment(plan: Plan, console: Console) -> Experiment:
     return Experiment(
-        Setting(plan.table, plan.preset, plan.request.device),
+        plan.setting,
         plan.jobs_by_system,
         models=plan.models,
         training=plan.training,
@@ -257,24 +223,21 @@ def _tokenizer(plan: Plan) -> PreTrainedTokenizerBase:
 
 
 def _expectations(plan: Plan) -> Measured:
-    setting = Setting(plan.table, plan.preset, None)
-    return {name: [expectation(setting, config)] for name, config in plan.configs.items()}
+    return {name: [expectation(plan.setting, config)] for name, config in plan.configs.items()}
 
 
 def _heading(plan: Plan) -> dict[str, Any]:
-    printed = published.load(plan.table.name)
-    lengths = {str(each): plan.table.scaled(each, plan.preset.length) for each in plan.table.lengths}
     return {
         "format": 1,
         "table": plan.table.name,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["lex-hf", *sys.argv[1:]]),
-        "published": asdict(printed),
+        "published": asdict(plan.published),
         "preset": asdict(plan.preset),
         "measure": plan.table.measure,
         "perplexity": is_perplexity(plan.table),
         "training_length": plan.preset.length,
-        "lengths": lengths,
+        "lengths": {str(printed): plan.setting.length(printed) for printed in plan.table.lengths},
         "columns": plan.table.column_names,
         "by_length": plan.table.columns is None,
         "reference": plan.table.reference,
@@ -291,8 +254,7 @@ def _heading(plan: Plan) -> dict[str, Any]:
 
 
 def _result(plan: Plan, name: str, measured: Measured) -> dict[str, Any]:
-    printed = published.load(plan.table.name)
-    corpus = printed.corpus_for(name)
+    corpus = plan.published.corpus_for(name)
     cells = {
         system: {column: _cell([each[column] for each in seeds], exact=not plan.trains) for column in seeds[0]}
         for system, seeds in measured.items()
@@ -314,7 +276,7 @@ def _result(plan: Plan, name: str, measured: Measured) -> dict[str, Any]:
             for system, row in cells.items()
         },
         "curves": {system: _mean_curves(seeds) for system, seeds in measured.items()},
-        "statements": [asdict(each) for each in statements(plan.table, printed, corpus, cells)],
+        "statements": [asdict(each) for each in statements(plan.table, plan.published, corpus, cells)],
     }
 
 

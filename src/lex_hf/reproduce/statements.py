@@ -6,7 +6,7 @@ differences of perplexities are those of mean losses in nats per token, so that 
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
 from typing import Any, Literal
@@ -17,10 +17,11 @@ from scipy import stats
 from lex_hf.evaluation.comparison import SIGNIFICANCE_LEVEL, compare_values
 from lex_hf.evaluation.statistics import CONFIDENCE_LEVEL, bootstrap_interval
 from lex_hf.reproduce.published import Published
-from lex_hf.reproduce.tables import Link, Place, Relation, Table
+from lex_hf.reproduce.tables import Claim, Link, Place, Relation, Table
 
 Verdict = Literal["agrees", "disagrees", "not significant", "not tested"]
 Pairing = Literal["seeds", "documents", "none", "exact"]
+Kind = Literal["claim", "order", "trend"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Cell:
 
 
 Cells = Mapping[str, Mapping[str, Cell]]  # by system and column
+Values = Mapping[str, Mapping[str, float]]  # printed, by system and column
 
 
 @dataclass(frozen=True)
@@ -82,23 +84,13 @@ class Difference:
     pairing: Pairing
     pairs: int
 
-    @property
-    def significant(self) -> bool:
-        """True if it is not 0, at the level `SIGNIFICANCE_LEVEL`."""
-        return self.p_value is not None and self.p_value < SIGNIFICANCE_LEVEL
-
     def shows(self, relation: Relation, bound: float = 0.0) -> Verdict:
-        """Return whether it supports a relation.
-
-        Args:
-            relation: Left is lower, higher, or not farther away than `bound`.
-            bound: Of `≈`.
-        """
+        """Return whether left is lower or higher, at `SIGNIFICANCE_LEVEL`, or `≈` right within a bound."""
         if relation == "≈":
             return self._is_within(bound)
         if self.p_value is None:
             return "not tested"
-        if not self.significant:
+        if not self.p_value < SIGNIFICANCE_LEVEL:  # or if it is NaN
             return "not significant"
         return "agrees" if (self.mean < 0) == (relation == "<") else "disagrees"
 
@@ -113,7 +105,7 @@ class Difference:
 
 def difference(left: Cell, right: Cell | float) -> Difference:
     """Test how two cells, or a cell and a number, differ."""
-    other = right if isinstance(right, Cell) else Cell([right] * len(left.values), _constant(left, right), (), True)
+    other = right if isinstance(right, Cell) else _constant(left, right)
     if left.exact and other.exact:
         exact = left.mean - other.mean
         return Difference(exact, (exact, exact), float(exact == 0), "exact", 1)
@@ -128,14 +120,14 @@ def document_difference(left: Cell, right: Cell | float) -> Difference | None:
     Returns:
         The difference of the means of all documents, which count alike; `None` if fewer than two are in pairs.
     """
-    other = right if isinstance(right, Cell) else Cell([right], _constant(left, right), (), True)
+    other = right if isinstance(right, Cell) else _constant(left, right)
     if left.documents and other.documents and len(left.documents[0]) == len(other.documents[0]) > 1:
         return _paired(list(left.document_means()), list(other.document_means()), "documents")
     return None
 
 
-def _constant(like: Cell, number: float) -> list[list[float]]:
-    return [[number] * len(each) for each in like.documents]
+def _constant(like: Cell, number: float) -> Cell:
+    return Cell([number] * len(like.values), [[number] * len(each) for each in like.documents], exact=True)
 
 
 def _paired(left: Sequence[float], right: Sequence[float], pairing: Pairing) -> Difference:
@@ -162,35 +154,23 @@ class Statement:
     """
 
     text: str
-    kind: Literal["claim", "order", "trend"]
+    kind: Kind
     verdict: Verdict
     parts: list[dict[str, Any]]
 
 
 def statements(table: Table, published: Published, corpus: str | None, cells: Cells) -> list[Statement]:
-    """Compare what was measured with what the paper says and with the numbers it prints.
-
-    Args:
-        table: The table.
-        published: What the paper prints.
-        corpus: The paper's corpus to compare with.
-        cells: What was measured.
+    """Compare what was measured with what the paper says and with the numbers it prints of a corpus.
 
     Returns:
         The claims of the paper's text; the order of the systems in each column; the trend of each system along the
         columns, if they are lengths.
     """
-    logarithmic = is_perplexity(table)
-    made = [
-        _statement(claim.text, "claim", [_part(link, cells, logarithmic) for link in claim.links])
-        for claim in table.claims
-    ]
-    printed = {} if corpus is None else published.values[corpus]
-    for text, links in _orders(table, printed):
-        made.append(_statement(text, "order", [_part(link, cells, logarithmic) for link in links]))
-    for text, links in _trends(table, printed) if table.columns is None else ():
-        made.append(_statement(text, "trend", [_part(link, cells, logarithmic) for link in links]))
-    return made
+    printed: Values = {} if corpus is None else published.values[corpus]
+    found: dict[Kind, Iterable[Claim]] = {"claim": table.claims, "order": _orders(table, printed)}
+    if table.columns is None:
+        found["trend"] = _trends(table, printed)
+    return [_statement(kind, claim, table, cells) for kind, claims in found.items() for claim in claims]
 
 
 def is_perplexity(table: Table) -> bool:
@@ -198,40 +178,32 @@ def is_perplexity(table: Table) -> bool:
     return table.measure in ("chunked", "last_token")
 
 
-def _orders(table: Table, printed: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, list[Link]]]:
-    """Yield for each column all pairs of systems of a group to which the paper gives different values."""
-    groups = {system.name: system.group for system in table.systems}
+def _orders(table: Table, printed: Values) -> Iterator[Claim]:
+    """Claim for each column that the systems of a group are in the paper's order."""
     for column in table.column_names:
-        rows = [name for name in groups if column in printed.get(name, {})]
-        links = [
-            _printed_link((a, column), (b, column), printed[a][column], printed[b][column])
-            for a, b in combinations(rows, 2)
-            if groups[a] == groups[b] and printed[a][column] != printed[b][column]
-        ]
-        if links:
-            yield f"order of the systems at {_column(table, column)}", links
+        rows = [system for system in table.systems if column in printed.get(system.name, {})]
+        pairs = [((a.name, column), (b.name, column)) for a, b in combinations(rows, 2) if a.group == b.group]
+        place = f"{{{column}}}" if table.columns is None else column
+        yield from _as_printed(f"order of the systems at {place}", pairs, printed)
 
 
-def _trends(table: Table, printed: Mapping[str, Mapping[str, float]]) -> Iterator[tuple[str, list[Link]]]:
-    """Yield for each system where the printed value rises or falls from one length to the next."""
-    for system in table.systems:
-        row = printed.get(system.name, {})
-        columns = [column for column in table.column_names if column in row]
-        links = [
-            _printed_link((system.name, b), (system.name, a), row[b], row[a])
-            for a, b in pairwise(columns)
-            if row[a] != row[b]
-        ]
-        if links:
-            yield f"rises and falls of {system.name} from length to length", links
+def _trends(table: Table, printed: Values) -> Iterator[Claim]:
+    """Claim for each system that it rises and falls as in the paper from one length to the next."""
+    for system in (each.name for each in table.systems):
+        columns = [column for column in table.column_names if column in printed.get(system, {})]
+        pairs = [((system, b), (system, a)) for a, b in pairwise(columns)]
+        yield from _as_printed(f"rises and falls of {system} from length to length", pairs, printed)
 
 
-def _printed_link(left: Place, right: Place, left_value: float, right_value: float) -> Link:
-    return Link(left, "<" if left_value < right_value else ">", right)
-
-
-def _column(table: Table, column: str) -> str:
-    return f"{{{column}}}" if table.columns is None else column
+def _as_printed(text: str, pairs: Iterable[tuple[Place, Place]], printed: Values) -> Iterator[Claim]:
+    """Claim the relations of printed values, if any of them differ."""
+    links = []
+    for left, right in pairs:
+        a, b = (printed[system][column] for system, column in (left, right))
+        if a != b:
+            links.append(Link(left, "<" if a < b else ">", right))
+    if links:
+        yield Claim(text, links)
 
 
 def _part(link: Link, cells: Cells, logarithmic: bool) -> dict[str, Any]:
@@ -267,10 +239,11 @@ def _cell(cells: Cells, place: Place) -> Cell | None:
     return cells.get(place[0], {}).get(place[1])
 
 
-def _statement(text: str, kind: Literal["claim", "order", "trend"], parts: list[dict[str, Any]]) -> Statement:
+def _statement(kind: Kind, claim: Claim, table: Table, cells: Cells) -> Statement:
+    parts = [_part(link, cells, is_perplexity(table)) for link in claim.links]
     verdicts = {part["verdict"] for part in parts}
     order: tuple[Verdict, ...] = ("disagrees", "not tested", "not significant", "agrees")
-    return Statement(text, kind, next(verdict for verdict in order if verdict in verdicts), parts)
+    return Statement(claim.text, kind, next(verdict for verdict in order if verdict in verdicts), parts)
 
 
 def marks(table: Table, cells: Cells) -> dict[tuple[str, str], str]:

@@ -101,33 +101,26 @@ def tiny_config(scheme: str, **fields: Any) -> LexConfig:
 
     Distances scale with l: B = l/2 as in the LEX paper, and T5's last bucket begins at l/4 as in the Sandwich paper,
     whose T5 baseline also multiplies the table by √head_dim; unscaled, few steps teach it next to nothing.
-
-    Args:
-        scheme: Position scheme, a name in `SCHEMES`.
-        fields: Further fields of `LexConfig`.
+    `fields` are further ones of `LexConfig`.
     """
     model = RECIPE.model | {"position_embedding_type": scheme} | fields
     return replace(RECIPE, model=model).config()
 
 
 def tiny_training(steps: int) -> dict[str, Any]:
-    """Return the fields of `TrainingArguments` that decide the weights of a tiny model.
-
-    Args:
-        steps: Optimiser steps.
-    """
+    """Return the fields of `TrainingArguments` that decide the weights of a tiny model."""
     warmup = min(steps - 1, max(1, RECIPE.warmup_steps(steps)))
     return {"max_steps": steps, "learning_rate": RECIPE.training["learning_rate"], "warmup_steps": warmup}
 
 
 def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int, seed: int = 0) -> TrainingResult:
-    """Train a model, 16 examples a step, and save it in `folder`; from the last checkpoint there, if there is one.
+    """Train a model and save it in `folder`; from the last checkpoint there, if there is one.
 
     Args:
         config: Its configuration, from [`tiny_config`].
         folder: Its folder.
         examples: Packed examples of `TRAINING_LENGTH` bytes.
-        steps: Optimiser steps.
+        steps: Optimiser steps, of 16 examples each.
         seed: Seed of weights and of the order of examples.
 
     Raises:
@@ -147,13 +140,7 @@ def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int
 def perplexity_by_length(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], lengths: Sequence[int]
 ) -> dict[int, float]:
-    """Measure perplexity under the protocol `chunked` at several lengths, over the same bytes.
-
-    Args:
-        model: A LEX model.
-        tokenizer: Its tokenizer.
-        texts: Texts to measure it on.
-        lengths: Tokens of a segment.
+    """Measure perplexity under the protocol `chunked` at several lengths of segments in tokens, over the same bytes.
 
     Returns:
         Perplexity by length; lengths that the model cannot read are missing.
