@@ -27,7 +27,7 @@ class Experiment:
     setting: Setting
     jobs: Jobs
     models: Path  # folder of the models
-    training: Texts
+    training: Dataset  # texts, in the column `text`
     tests: Sequence[Texts]
     report: Callable[[str], None]  # called with a line about what is about to be done
     _packed: dict[int, Dataset] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Experiment:
     def _examples(self, tokenizer: PreTrainedTokenizerBase, length: int) -> Dataset:
         if length not in self._packed:
             with PartialState().main_process_first():
-                self._packed[length] = pack(self.training.documents, tokenizer, length)
+                self._packed[length] = pack(self.training, tokenizer, length)
         return self._packed[length]
 
 

@@ -38,6 +38,7 @@ from lex_hf.reproduce.tiny import (
 
 PATTERNS = {"full": "", "blockwise": " + BCA"}
 RESULTS, TABLE, PLOT = "extrapolation.json", "extrapolation.md", "extrapolation.png"
+_SCALE = PRINTED_LENGTH[LEX] // TRAINING_LENGTH
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,7 @@ def _table(schemes: Sequence[str]) -> Table:
         for scheme in schemes
         for pattern, suffix in PATTERNS.items()
     ]
-    scale = PRINTED_LENGTH[LEX] // TRAINING_LENGTH
-    return Table("extrapolation", LEX, "chunked", systems, [scale * length for length in LENGTHS])
+    return Table("extrapolation", LEX, "chunked", systems, [_SCALE * length for length in LENGTHS])
 
 
 def _experiment(folder: Path, table: Table, seeds: Sequence[int], steps: int) -> Experiment:
@@ -135,7 +135,7 @@ def _experiment(folder: Path, table: Table, seeds: Sequence[int], steps: int) ->
         Setting(table, replace(preset("tiny", LEX), test_tokens=None), "cpu"),
         {(system.name, seed): _job(system, seed, steps) for system in table.systems for seed in seeds},
         models=folder,
-        training=Texts("training", (), corpus.documents()),
+        training=corpus.documents(),
         tests=[Texts(STANDARD_LIBRARY, (), beginnings)],
         report=lambda line: None,
     )
@@ -150,9 +150,8 @@ def _job(system: System, seed: int, steps: int) -> Job:
 
 def _perplexities(measured: Measured) -> dict[str, dict[int, list[float]]]:
     """Return perplexities by system and by length at the scale of `tiny.py`, one for each seed."""
-    scale = PRINTED_LENGTH[LEX] // TRAINING_LENGTH
     return {
-        system: {int(column) // scale: [each[column].perplexity for each in seeds] for column in seeds[0]}
+        system: {int(column) // _SCALE: [each[column].perplexity for each in seeds] for column in seeds[0]}
         for system, seeds in measured.items()
     }
 

@@ -36,19 +36,12 @@ _THRESHOLD = 0.99
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measurement of one model in one column.
+    """Measurement of one model in one column."""
 
-    Attributes:
-        value: Mean loss in nats per token, or what the column says.
-        documents: The same for each document or segment; empty if there is none.
-        weights: Number of scored tokens of each document; empty if all count alike.
-        curve: What is drawn: scores by distance, or the cumulative gradient; empty if the value is.
-    """
-
-    value: float
-    documents: list[float]
-    weights: list[int]
-    curve: list[float]
+    value: float  # mean loss in nats per token, or what the column says
+    documents: list[float]  # the same for each document or segment; empty if there is none
+    weights: list[int]  # number of scored tokens of each document; empty if all count alike
+    curve: list[float]  # what is drawn: scores by distance, or the cumulative gradient; empty if the value is
 
     @property
     def perplexity(self) -> float:

@@ -63,7 +63,8 @@ class Preset:
 
         Distances scale with the training length: B = l/2, and T5's last bucket begins at l/4, as in the papers.
         """
-        length = self.training_length(table, system)
+        length = self.length if system.trained_at is None else table.scaled(system.trained_at, self.length)
+        length += length % 2  # even
         fields = dict(self.model) | {
             "vocab_size": self.vocabulary,
             "training_length": length,
@@ -75,11 +76,6 @@ class Preset:
         if system.trained_with_window:
             fields |= {"attention_pattern": "sliding", "sliding_window": table.scaled(system.window or 0, self.length)}
         return LexConfig(**(fields | dict(system.model)))
-
-    def training_length(self, table: Table, system: System) -> int:
-        """Tokens of a training example of a system; even."""
-        scaled = self.length if system.trained_at is None else table.scaled(system.trained_at, self.length)
-        return scaled + scaled % 2
 
     def examples_per_step(self, length: int) -> int:
         """Training examples of an optimiser step."""

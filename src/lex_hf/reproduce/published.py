@@ -9,31 +9,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Published:
-    """One table or figure of a paper.
+    """One table or figure of a paper."""
 
-    Attributes:
-        name: Its name here, e.g. `lex-table2`.
-        paper: Title of the paper.
-        id: Its arXiv number.
-        where: Its number in the paper.
-        title: What it shows.
-        metric: What its values are.
-        training_length: The paper's l in tokens.
-        note: What to know when reading the values; may be empty.
-        values: By corpus, row and column.
-        printed: The same, as printed: with ± and marks.
-    """
-
-    name: str
-    paper: str
-    id: str
-    where: str
-    title: str
-    metric: str
-    training_length: int
-    note: str
-    values: Mapping[str, Mapping[str, Mapping[str, float]]]
-    printed: Mapping[str, Mapping[str, Mapping[str, str]]]
+    name: str  # its name here, e.g. `lex-table2`
+    paper: str  # title of the paper
+    id: str  # its arXiv number
+    where: str  # the table's number in the paper
+    title: str  # what it shows
+    metric: str  # what its values are
+    training_length: int  # the paper's l in tokens
+    note: str  # what to know when reading the values; may be empty
+    values: Mapping[str, Mapping[str, Mapping[str, float]]]  # by corpus, row and column
+    printed: Mapping[str, Mapping[str, Mapping[str, str]]]  # the same, as printed: with ± and marks
 
     def corpus_for(self, name: str) -> str | None:
         """Return the corpus of the paper that a set of texts stands for: the one of its name or kind, else the first.

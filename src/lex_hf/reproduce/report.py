@@ -56,9 +56,8 @@ def _introduction(record: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _heading_of(name: str, result: Mapping[str, Any]) -> str:
-    if result["corpus"] is None:
-        return f"{name[:1].upper()}{name[1:]}"
-    return f"{name[:1].upper()}{name[1:]}, beside {result['corpus']}"
+    title = name[:1].upper() + name[1:]
+    return title if result["corpus"] is None else f"{title}, beside {result['corpus']}"
 
 
 def _results(record: Mapping[str, Any], name: str, result: Mapping[str, Any]) -> Iterator[str]:
@@ -324,7 +323,10 @@ def _picture(record: Mapping[str, Any], name: str, result: Mapping[str, Any], sy
     last = record["columns"][-1] if measure == "resolution" else record["columns"][0]
     curves = {system: torch.tensor(result["curves"][system][last], dtype=torch.float64) for system in systems}
     if measure == "receptive_field":
-        fields = {system: _field(curve, record["training_length"]) for system, curve in curves.items()}
+        fields = {
+            system: ReceptiveField(curve[None, None], [len(curve) - 1], 0.99, None, record["training_length"])
+            for system, curve in curves.items()
+        }
         return plots.receptive_fields(fields, title=title)
     return plots.attention_expectation(curves, title=title, training_length=record["training_length"])
 
@@ -339,7 +341,3 @@ def _perplexities(record: Mapping[str, Any], result: Mapping[str, Any], systems:
             if cell["seed_interval"] is not None:
                 intervals[system][length] = _ends(record, cell["seed_interval"])
     return plots.perplexity_by_length(curves, record["training_length"], title=title, intervals=intervals)
-
-
-def _field(curve: torch.Tensor, training_length: int) -> ReceptiveField:
-    return ReceptiveField(curve[None, None], [len(curve) - 1], 0.99, None, training_length)

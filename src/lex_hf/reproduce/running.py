@@ -211,7 +211,7 @@ def _experiment(plan: Plan, console: Console) -> Experiment:
         plan.setting,
         plan.jobs_by_system,
         models=plan.models,
-        training=plan.training,
+        training=plan.training.documents,
         tests=plan.tests,  # texts that cannot be read fail before hours of training
         report=lambda line: console.print(line, markup=False, highlight=False),
     )

@@ -21,24 +21,17 @@ from lex_hf.reproduce.tables import Claim, Link, Place, Relation, Table
 
 Verdict = Literal["agrees", "disagrees", "not significant", "not tested"]
 Pairing = Literal["seeds", "documents", "none", "exact"]
-Kind = Literal["claim", "order", "trend"]
+Kind = Literal["claim", "order", "trend"]  # a claim is of the paper's text, the others are of its numbers
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Measurements of one system in one column.
+    """Measurements of one system in one column."""
 
-    Attributes:
-        values: One for each seed; of perplexities the mean loss in nats per token.
-        documents: For each seed, the same of each document; empty lists if there are none.
-        weights: Number of scored tokens of each document; empty if all count alike.
-        exact: Whether the value is computed, not measured: nothing is left to test.
-    """
-
-    values: Sequence[float]
-    documents: Sequence[Sequence[float]]
-    weights: Sequence[int] = ()
-    exact: bool = False
+    values: Sequence[float]  # one for each seed; of perplexities the mean loss in nats per token
+    documents: Sequence[Sequence[float]]  # for each seed, the same of each document; empty if there are none
+    weights: Sequence[int] = ()  # number of scored tokens of each document; empty if all count alike
+    exact: bool = False  # whether the value is computed, not measured: nothing is left to test
 
     @property
     def mean(self) -> float:
@@ -68,19 +61,11 @@ Values = Mapping[str, Mapping[str, float]]  # printed, by system and column
 
 @dataclass(frozen=True)
 class Difference:
-    """Left minus right.
+    """Left minus right; interval and p-value are `None` if nothing could be paired."""
 
-    Attributes:
-        mean: Mean of the paired differences.
-        interval: Its t interval at the level `CONFIDENCE_LEVEL`; `None` if nothing could be paired.
-        p_value: Of the paired two-sided t-test; `None` if nothing could be paired.
-        pairing: What the pairs are.
-        pairs: Their number.
-    """
-
-    mean: float
-    interval: tuple[float, float] | None
-    p_value: float | None
+    mean: float  # of the paired differences
+    interval: tuple[float, float] | None  # a t interval at the level `CONFIDENCE_LEVEL`
+    p_value: float | None  # of the paired two-sided t-test
     pairing: Pairing
     pairs: int
 
@@ -144,19 +129,12 @@ def _t_interval(values: Any) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Statement:
-    """Sentence of a report.
-
-    Attributes:
-        text: What the paper says, or what its numbers say.
-        kind: `"claim"` for what its text says, `"order"` and `"trend"` for its numbers.
-        verdict: Whether ours agree: all parts do, or one of them does not.
-        parts: The comparisons it rests on, with numbers.
-    """
+    """Sentence of a report."""
 
     text: str
     kind: Kind
-    verdict: Verdict
-    parts: list[dict[str, Any]]
+    verdict: Verdict  # whether ours agree: all parts do, or one of them does not
+    parts: list[dict[str, Any]]  # the comparisons it rests on, with numbers
 
 
 def statements(table: Table, published: Published, corpus: str | None, cells: Cells) -> list[Statement]:

@@ -133,7 +133,7 @@ def _states(text: str, links: Sequence[Mapping[str, Any]]) -> Claim:
 
 
 def _link(left: Sequence[str], right: Sequence[str] | float, **relation: Any) -> Link:
-    place = right if isinstance(right, float) else (right[0], right[1])
+    place = right if isinstance(right, int | float) else (right[0], right[1])
     return Link((left[0], left[1]), right=place, **relation)
 
 
