@@ -25,6 +25,7 @@ from lex_hf.records import check_folder, read_json, to_json, write_text
 from lex_hf.reproduce.console import plain_console
 from lex_hf.reproduce.tiny import (
     LENGTHS,
+    PATTERNS,
     STEPS,
     TRAINING_LENGTH,
     Corpus,
@@ -36,7 +37,6 @@ from lex_hf.reproduce.tiny import (
 )
 
 SCHEMES = {"xPos": "xpos", "RoPE": "rope"}
-PATTERNS = {"": "full", " + BCA": "blockwise"}
 RESULTS, PLOT = "results.json", "perplexity.png"
 _MOST_TOKENS = 10**9
 
@@ -120,7 +120,7 @@ def _evaluate_all(folder: Path, corpus: Corpus, console: Console) -> dict[str, d
     """Perplexity of the beginnings of the held-back files, by system and length; the same bytes everywhere."""
     texts = corpus.test_texts()
     table: dict[str, dict[int, float]] = {}
-    for (name, scheme), (suffix, pattern) in product(SCHEMES.items(), PATTERNS.items()):
+    for (name, scheme), (pattern, suffix) in product(SCHEMES.items(), PATTERNS.items()):
         model, tokenizer = load_for_evaluation(str(folder / scheme), device="cpu", attention_pattern=pattern)
         table[name + suffix] = perplexity_by_length(model, tokenizer, texts, LENGTHS)
         console.print(f"evaluated {name + suffix}")

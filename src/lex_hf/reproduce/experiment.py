@@ -30,7 +30,7 @@ class Experiment:
     training: Dataset  # texts, in the column `text`
     tests: Sequence[Texts]
     report: Callable[[str], None]  # called with a line about what is about to be done
-    _packed: dict[int, Dataset] = field(default_factory=dict)
+    _packed: dict[int, Dataset] = field(default_factory=dict, init=False)
 
     def train(
         self, tokenizer: PreTrainedTokenizerBase, systems: Collection[str] | None = None

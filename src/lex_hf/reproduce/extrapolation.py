@@ -27,6 +27,7 @@ from lex_hf.reproduce.tables import LEX, PRINTED_LENGTH, System, Table
 from lex_hf.reproduce.tiny import (
     EXAMPLES_PER_STEP,
     LENGTHS,
+    PATTERNS,
     STEPS,
     TRAINING_LENGTH,
     check_seeds,
@@ -36,7 +37,6 @@ from lex_hf.reproduce.tiny import (
     tiny_training,
 )
 
-PATTERNS = {"full": "", "blockwise": " + BCA"}
 RESULTS, TABLE, PLOT = "extrapolation.json", "extrapolation.md", "extrapolation.png"
 _SCALE = PRINTED_LENGTH[LEX] // TRAINING_LENGTH
 

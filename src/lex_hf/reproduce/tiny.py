@@ -28,6 +28,7 @@ STEPS: int = RECIPE.training["max_steps"]
 EXAMPLES_PER_STEP = cast(int, RECIPE.data.examples_per_step)
 TOKENS_AT_ONCE = 8192
 LENGTHS = (32, 64, 128, 256, 512, 1024, 2048)
+PATTERNS = {"full": "", "blockwise": " + BCA"}  # at evaluation, and what they add to the name of a system
 
 LARGEST_SEED = 2**32 - 1  # of NumPy
 MOST_STEPS = 10**9
