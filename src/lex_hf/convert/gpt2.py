@@ -14,6 +14,16 @@ from lex_hf.model.modeling_lex import LexForCausalLM
 
 # Fields of GPT-2's configuration that change what a layer computes, and the only value that LEX computes.
 _REQUIRED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")  # the weights decide them
+_TAKEN_OVER = ("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")
+# Names inside a layer of GPT-2, and ours.
+_NAMES = {
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+    "attn.c_proj": "self_attn.o_proj",
+    "mlp.c_fc": "mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
 
 
 def from_gpt2(model: PreTrainedModel | str | Path, **config_fields: Any) -> LexForCausalLM:
@@ -43,8 +53,7 @@ def from_gpt2(model: PreTrainedModel | str | Path, **config_fields: Any) -> LexF
         raise ValueError(f"The model is a {type(gpt2).__name__}; a warm start needs a GPT2LMHeadModel.")
     config = _config(gpt2, config_fields)
     lex = LexForCausalLM(config).to(gpt2.dtype)
-    weights = _weights(gpt2.state_dict(), config)
-    lex.load_state_dict(weights, strict=True)
+    lex.load_state_dict(_weights(gpt2.state_dict(), config), strict=True)
     return lex.eval()
 
 
@@ -64,7 +73,9 @@ def _config(gpt2: PreTrainedModel, fields: Mapping[str, Any]) -> LexConfig:
     ]
     if wrong:
         raise ValueError(f"LEX does not compute what this GPT-2 does: {', '.join(wrong)}.")
-    sizes = _sizes(theirs)
+    sizes = {name: getattr(theirs, name) for name in _SIZES}
+    sizes["intermediate_size"] = theirs.n_inner or 4 * theirs.n_embd
+    sizes["tie_word_embeddings"] = theirs.tie_word_embeddings
     wrong = [
         f"{name} = {fields[name]!r}, GPT-2 has {sizes[name]!r}"
         for name in sizes
@@ -75,34 +86,15 @@ def _config(gpt2: PreTrainedModel, fields: Mapping[str, Any]) -> LexConfig:
     length = fields.get("training_length", theirs.n_positions)
     if fields.get("position_embedding_type") == "learned" and length > theirs.n_positions:
         raise ValueError(f"training_length = {length}: learned positions end at GPT-2's {theirs.n_positions}.")
-    lengths = {"training_length": length, "xpos_scale_base": length / 2}
-    return LexConfig(**{**sizes, **_computation(theirs), **lengths, **fields})
-
-
-def _sizes(theirs: Any) -> dict[str, Any]:
-    """Return the fields that the weights decide."""
-    return {
-        "vocab_size": theirs.vocab_size,
-        "hidden_size": theirs.n_embd,
-        "num_hidden_layers": theirs.n_layer,
-        "num_attention_heads": theirs.n_head,
-        "intermediate_size": theirs.n_inner or 4 * theirs.n_embd,
-        "tie_word_embeddings": theirs.tie_word_embeddings,
-    }
-
-
-def _computation(theirs: Any) -> dict[str, Any]:
-    """Return the fields that LEX names otherwise, or takes over."""
-    return {
+    computation = {
         "hidden_act": theirs.activation_function,
         "layer_norm_eps": theirs.layer_norm_epsilon,
-        "initializer_range": theirs.initializer_range,
         "hidden_dropout": theirs.resid_pdrop,
         "attention_dropout": theirs.attn_pdrop,
-        "bos_token_id": theirs.bos_token_id,
-        "eos_token_id": theirs.eos_token_id,
-        "pad_token_id": theirs.pad_token_id,
     }
+    computation |= {name: getattr(theirs, name) for name in _TAKEN_OVER}
+    lengths = {"training_length": length, "xpos_scale_base": length / 2}
+    return LexConfig(**{**sizes, **computation, **lengths, **fields})
 
 
 def _weights(theirs: Mapping[str, torch.Tensor], config: LexConfig) -> dict[str, torch.Tensor]:
@@ -110,26 +102,15 @@ def _weights(theirs: Mapping[str, torch.Tensor], config: LexConfig) -> dict[str,
     ours = {
         "model.embed_tokens.weight": theirs["transformer.wte.weight"],
         "lm_head.weight": theirs["lm_head.weight"],
+        "model.norm.weight": theirs["transformer.ln_f.weight"],
+        "model.norm.bias": theirs["transformer.ln_f.bias"],
     }
-    ours |= _both(theirs, "transformer.ln_f", "model.norm")
     for index in range(config.num_hidden_layers):
         gpt2, lex = f"transformer.h.{index}.", f"model.layers.{index}."
-        ours |= _both(theirs, gpt2 + "ln_1", lex + "input_layernorm")
-        ours |= _both(theirs, gpt2 + "ln_2", lex + "post_attention_layernorm")
-        ours |= _both(theirs, gpt2 + "attn.c_proj", lex + "self_attn.o_proj", is_matrix=True)
-        ours |= _both(theirs, gpt2 + "mlp.c_fc", lex + "mlp.up_proj", is_matrix=True)
-        ours |= _both(theirs, gpt2 + "mlp.c_proj", lex + "mlp.down_proj", is_matrix=True)
-        for kind in ("weight", "bias"):
-            parts = theirs[f"{gpt2}attn.c_attn.{kind}"].chunk(3, dim=-1)
-            for name, part in zip("qkv", parts, strict=True):
-                ours[f"{lex}self_attn.{name}_proj.{kind}"] = part.T if kind == "weight" else part
+        for kind in ("weight", "bias"):  # t() leaves vectors as they are
+            ours |= {f"{lex}{name}.{kind}": theirs[f"{gpt2}{old}.{kind}"].t() for old, name in _NAMES.items()}
+            parts = theirs[f"{gpt2}attn.c_attn.{kind}"].t().chunk(3)
+            ours |= {f"{lex}self_attn.{name}_proj.{kind}": part for name, part in zip("qkv", parts, strict=True)}
     if config.position_embedding_type == "learned":
         ours["model.positions.embedding.weight"] = theirs["transformer.wpe.weight"][: config.training_length]
     return ours
-
-
-def _both(
-    theirs: Mapping[str, torch.Tensor], name: str, new_name: str, *, is_matrix: bool = False
-) -> dict[str, torch.Tensor]:
-    weight = theirs[f"{name}.weight"]
-    return {f"{new_name}.weight": weight.T if is_matrix else weight, f"{new_name}.bias": theirs[f"{name}.bias"]}

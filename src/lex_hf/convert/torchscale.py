@@ -26,8 +26,8 @@ _NAMES = {
     r"layers\.(\d+)\.ffn\.fc2\.(weight|bias)": r"model.layers.\1.mlp.down_proj.\2",
 }
 # The xPos buffer, one for the decoder or one for each layer: it holds ζ, which the config defines.
-_SCALE = re.compile(r"(self_attn_xpos|layers\.\d+\.self_attn\.xpos)\.scale")
-_VERSION = re.compile(r"(version|.*\._float_tensor)")  # left by fairseq in its checkpoints
+_SCALE = r"(self_attn_xpos|layers\.\d+\.self_attn\.xpos)\.scale"
+_NO_WEIGHT = rf"{_SCALE}|version|.*\._float_tensor"  # the latter two are left by fairseq in its checkpoints
 # Parts that a torchscale decoder may have and LEX does not.
 _FOREIGN = {
     r"\.inner_attn_ln\.|\.ffn_layernorm\.": "sub-LayerNorm (subln=True)",
@@ -65,11 +65,10 @@ def from_torchscale(state_dict: Mapping[str, torch.Tensor] | str | Path, **confi
     tensors = _load(Path(state_dict)) if isinstance(state_dict, str | Path) else dict(state_dict)
     tensors = {name.removeprefix("decoder."): tensor for name, tensor in tensors.items()}
     _refuse_foreign_parts(tensors)
-    scales = [tensor for name, tensor in tensors.items() if _SCALE.fullmatch(name)]
-    weights = {_renamed(name): tensor for name, tensor in tensors.items() if not _is_derived(name)}
+    scales = [tensor for name, tensor in tensors.items() if re.fullmatch(_SCALE, name)]
+    weights = {_renamed(name): tensor for name, tensor in tensors.items() if not re.fullmatch(_NO_WEIGHT, name)}
     config = _config(weights, scales, config_fields)
-    model = LexForCausalLM(config)
-    model.to(config.dtype or torch.float32)
+    model = LexForCausalLM(config).to(config.dtype or torch.float32)
     _load_weights(model, weights)
     return model.eval()
 
@@ -92,17 +91,10 @@ def _load(path: Path) -> dict[str, torch.Tensor]:
 
 
 def _refuse_foreign_parts(tensors: Mapping[str, torch.Tensor]) -> None:
-    found = [
-        f"{part}: {next(name for name in tensors if re.search(pattern, name))}"
-        for pattern, part in _FOREIGN.items()
-        if any(re.search(pattern, name) for name in tensors)
-    ]
+    named = {part: [name for name in tensors if re.search(pattern, name)] for pattern, part in _FOREIGN.items()}
+    found = [f"{part}: {names[0]}" for part, names in named.items() if names]
     if found:
         raise ValueError("The checkpoint has parts that a LEX model does not have: " + "; ".join(found) + ".")
-
-
-def _is_derived(name: str) -> bool:
-    return bool(_SCALE.fullmatch(name) or _VERSION.fullmatch(name))
 
 
 def _renamed(name: str) -> str:
