@@ -1,11 +1,10 @@
 """Documents from files, folders and datasets of the Hub: loaded into memory, or streamed."""
 
-import contextlib
 import gzip
 import json
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -53,8 +52,7 @@ def load_documents(sources: Sequence[str | Path], *, text_field: str = "text", s
         ValueError: If a source holds no text, is not UTF-8 (with the byte offset), is not JSON lines with
             `text_field` (with the line), or if there are no sources.
     """
-    _check_sources(sources)
-    return concatenate_datasets([_load_source(source, text_field, split) for source in sources])
+    return concatenate_datasets([_load_source(each, text_field, split) for each in _checked(sources)])
 
 
 def stream_documents(
@@ -64,45 +62,45 @@ def stream_documents(
 
     Only a document at a time is held, so a file that is one document must fit into memory; JSON lines need not.
 
-    Args:
-        sources: As for `load_documents`.
-        text_field: The field of JSON lines, or the column of a Hub dataset, that holds the text.
-        split: The split of a Hub dataset.
-
     Returns:
         A dataset with the column `text`, in the order of `load_documents`. Its `state_dict` holds the position of
         the next document.
 
     Raises:
-        FileNotFoundError: If a source is neither a file, nor a folder, nor a dataset that can be loaded.
-        ValueError: As `load_documents`; errors inside a file are found when it is read.
+        FileNotFoundError: As of `load_documents`.
+        ValueError: As of `load_documents`; errors inside a file are found when it is read.
     """
-    _check_sources(sources)
-    return concatenate_datasets([_stream_source(source, text_field, split) for source in sources])
+    return concatenate_datasets([_stream_source(each, text_field, split) for each in _checked(sources)])
 
 
-def _check_sources(sources: Sequence[str | Path]) -> None:
+def _checked(sources: Sequence[str | Path]) -> Sequence[str | Path]:
     if isinstance(sources, str | Path):
         raise ValueError(f"sources = {str(sources)!r} is a single source: give a list, [{str(sources)!r}].")
     if not sources:
         raise ValueError("sources is empty: give at least one file, folder or Hub dataset.")
+    return sources
 
 
 def _load_source(source: str | Path, text_field: str, split: str) -> Dataset:
     files = _files(source)
     if files is None:
-        return _load_from_hub(str(source), text_field, split)
-    documents = [(text, _printable(path)) for path in files for text in _read_file(path, text_field)]
+        name, texts = _hub_texts(str(source), text_field, split)
+        if len(texts) == 0:
+            raise ValueError(f"{name}, split {split!r}: no documents; every text in it is empty.")
+        return texts.add_column("source", [name] * len(texts)).cast(_DOCUMENT_FEATURES)
+    documents = [(text, str(path)) for path in files for text in _read_file(path, text_field)]
     if not documents:
         raise ValueError(f"{source}: no documents; every text in it is empty.")
-    texts, names = zip(*documents, strict=True)
+    texts, paths = zip(*documents, strict=True)
+    # Texts in datasets are UTF-8, and names of files need not be.
+    names = [path.encode(errors="surrogateescape").decode(errors="backslashreplace") for path in paths]
     return Dataset.from_dict({"text": texts, "source": names}, features=_DOCUMENT_FEATURES)
 
 
 def _stream_source(source: str | Path, text_field: str, split: str) -> IterableDataset:
     files = _files(source)
     if files is None:
-        return _stream_from_hub(str(source), text_field, split)
+        return _hub_texts(str(source), text_field, split, streaming=True)[1].cast(_TEXT_FEATURES)
     if not files:
         raise ValueError(f"{source}: no documents; every text in it is empty.")
     for path in files:
@@ -111,11 +109,6 @@ def _stream_source(source: str | Path, text_field: str, split: str) -> IterableD
     return IterableDataset.from_generator(
         _generate_texts, features=_TEXT_FEATURES, gen_kwargs={"files": names, "text_field": text_field}
     )
-
-
-def _printable(path: Path) -> str:
-    """Name a file in UTF-8, the only encoding of texts in datasets."""
-    return str(path).encode(errors="surrogateescape").decode(errors="backslashreplace")
 
 
 def _generate_texts(files: list[str], text_field: str) -> Iterator[dict[str, str]]:
@@ -128,7 +121,12 @@ def _files(source: str | Path) -> list[Path] | None:
     """Return the files of a source, or `None` if it is a dataset of the Hub."""
     path = Path(source)
     if path.is_dir():
-        return _files_of_folder(path)
+        paths = sorted(path.rglob("*"))
+        files = [each for each in paths if each.name.endswith(FOLDER_SUFFIXES) and each.is_file()]
+        if not files:
+            suffixes = ", ".join(FOLDER_SUFFIXES)
+            raise ValueError(f"{path}: no files that end in {suffixes}; name files of other kinds one by one.")
+        return [each for each in files if each.stat().st_size > 0]
     if path.is_char_device():
         raise ValueError(f"{source} is a device, which may have no end: give a file, a folder or a pipe.")
     if path.exists():
@@ -137,15 +135,6 @@ def _files(source: str | Path) -> list[Path] | None:
     if not is_hub_name or path.name.endswith((*FOLDER_SUFFIXES, *JSON_LINES_SUFFIXES)):
         raise FileNotFoundError(f"{source}: no such file or folder.")
     return None
-
-
-def _files_of_folder(folder: Path) -> list[Path]:
-    paths = sorted(folder.rglob("*"))
-    files = [path for path in paths if path.name.endswith(FOLDER_SUFFIXES) and path.is_file()]
-    if not files:
-        suffixes = ", ".join(FOLDER_SUFFIXES)
-        raise ValueError(f"{folder}: no files that end in {suffixes}; name files of other kinds one by one.")
-    return [path for path in files if path.stat().st_size > 0]
 
 
 def _read_file(path: Path, text_field: str) -> Iterator[str]:
@@ -214,51 +203,24 @@ def _text_of(row: Any, text_field: str, where: str) -> str:
     return document
 
 
-def _load_from_hub(source: str, text_field: str, split: str) -> Dataset:
-    name, configuration = _hub_name(source)
-    with _explained(name):
-        dataset = load_dataset(name, configuration, split=split)
-    _check_column(name, text_field, dataset.features)
-    texts = dataset.select_columns(text_field).rename_column(text_field, "text").filter(_has_text)
-    if len(texts) == 0:
-        raise ValueError(f"{name}, split {split!r}: no documents; every text in it is empty.")
-    return texts.add_column("source", [name] * len(texts)).cast(_DOCUMENT_FEATURES)
-
-
-def _stream_from_hub(source: str, text_field: str, split: str) -> IterableDataset:
-    name, configuration = _hub_name(source)
-    with _explained(name):
-        dataset = load_dataset(name, configuration, split=split, streaming=True)
-        if dataset.features is None:  # some formats show their columns in the first row only
-            dataset = dataset.cast(Dataset.from_list([next(iter(dataset))]).features)
-    _check_column(name, text_field, dataset.features)
-    texts = dataset.select_columns(text_field).rename_column(text_field, "text").filter(_has_text)
-    return texts.cast(_TEXT_FEATURES)
-
-
-def _hub_name(source: str) -> tuple[str, str | None]:
+def _hub_texts(source: str, text_field: str, split: str, **options: bool) -> tuple[str, Any]:
+    """Return the name of a dataset of the Hub, and its texts in the column `text`."""
     found = _HUB_NAME.fullmatch(source)
     assert found is not None
-    return found["name"], found["configuration"]
-
-
-@contextlib.contextmanager
-def _explained(name: str) -> Iterator[None]:
+    name = found["name"]
     try:
-        yield
+        dataset = load_dataset(name, found["configuration"], split=split, **options)
+        if dataset.features is None:  # some formats of a stream show their columns in the first row only
+            dataset = dataset.cast(Dataset.from_list([next(iter(dataset))]).features)
     except Exception as error:  # datasets has errors of its own, and what it loads raises any
         kind = FileNotFoundError if isinstance(error, OSError) else ValueError
         raise kind(
             f"{name!r} is neither a file or folder here, nor a Hub dataset that could be loaded: {plain(error)}"
         ) from error
-
-
-def _check_column(name: str, text_field: str, features: Mapping[str, Any]) -> None:
+    features = dataset.features
     if features.get(text_field) not in _TEXT_TYPES:
         raise ValueError(
             f"{name}: {text_field!r} is not a column of text. The columns are {features}; choose one with text_field."
         )
-
-
-def _has_text(row: Mapping[str, str | None]) -> bool:
-    return bool(row["text"])
+    texts = dataset.select_columns(text_field).rename_column(text_field, "text")
+    return name, texts.filter(lambda row: bool(row["text"]))

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lex_hf.data.documents import FOLDER_SUFFIXES
 from lex_hf.data.packing import Packer, too_few_tokens
-from lex_hf.data.tokenizing import tokenize_in_pieces
+from lex_hf.data.tokenizing import grouped, tokenize_in_pieces
 from lex_hf.records import content_hash
 
 _CHARACTERS_AT_ONCE = 1_000_000  # read together
@@ -24,23 +24,14 @@ _Pieces = list[tuple[NDArray[np.int32], bool]]
 
 @dataclass(frozen=True)
 class _Mark:
-    """The beginning of a block of examples, and the state that is needed to make the block again.
+    """The beginning of a block of examples, and the state that is needed to make the block again."""
 
-    Attributes:
-        examples: Examples before the block.
-        block: Blocks before it.
-        source: Position of the next document; empty means the first.
-        tokens: Tokens left over from the documents before.
-        starts: Which of those tokens begin a document.
-        digest: Hash of the examples of the block; `None` if they were not made yet.
-    """
-
-    examples: int
-    block: int
-    source: dict[str, Any]
-    tokens: list[int]
-    starts: list[bool]
-    digest: str | None = None
+    examples: int  # before the block
+    block: int  # number of blocks before
+    source: dict[str, Any]  # position of the next document; empty means the first
+    tokens: list[int]  # left over from the documents before
+    starts: list[bool]  # which of those tokens begin a document
+    digest: str | None = None  # hash of the examples of the block; `None` if they were not made yet
 
 
 class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
@@ -99,7 +90,7 @@ class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
             raise ValueError("A stream is read in the process that trains: set dataloader_num_workers = 0.")
         mark = self._marks[0]
         self._marks = deque([mark])
-        batches, skip = self._from(mark), self.consumed - mark.examples
+        batches, skip = self._batches(mark), self.consumed - mark.examples
         while True:
             block = self._block(batches, mark.block)
             self._marks[-1] = replace(mark, digest=_digest(block))
@@ -107,7 +98,8 @@ class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
             for index in range(skip, count):
                 yield {name: torch.from_numpy(rows[index]).long() for name, rows in block.items()}
             skip = 0
-            mark = self._mark(mark.examples + count, mark.block + 1)
+            left = self.packer.tokens.tolist(), self.packer.starts.tolist()
+            mark = _Mark(mark.examples + count, mark.block + 1, self.documents.state_dict() or {}, *left)
             self._marks.append(mark)
 
     def consume(self, count: int) -> None:
@@ -137,16 +129,15 @@ class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
         Returns:
             Differences by name, `(was, now)`: settings or, if they are the same, `texts`.
         """
-        settings = {name: value for name, value in self.settings.items() if name in state["settings"]}
-        found = {
-            name: (state["settings"][name], value)
-            for name, value in settings.items()
-            if state["settings"][name] != value
-        }
+        was = state["settings"]
+        found = {name: (was[name], now) for name, now in self.settings.items() if name in was and was[name] != now}
         mark = _Mark(**state["mark"])
         if found or mark.digest is None:
             return found
-        digest = self._digest_at(mark)
+        try:
+            digest = _digest(self._block(self._batches(mark), mark.block))
+        except (LookupError, TypeError):  # a missing position: other files, or fewer of them
+            digest = "which these texts do not have"
         where = f"examples from {mark.examples} on"
         return {} if digest == mark.digest else {"texts": (f"{where}, {mark.digest}", f"{where}, {digest}")}
 
@@ -154,21 +145,6 @@ class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
         """Resume at a position that `state_dict` returned, of a stream that is the same."""
         self.consumed = state["consumed"]
         self._marks = deque([_Mark(**state["mark"])])
-
-    def _from(self, mark: _Mark) -> Iterator[Iterator[_Pieces]]:
-        """Yield tokenised documents from a position on, with the packer as it was there."""
-        self.packer.resume(mark.tokens, mark.starts)
-        return self._batches(mark.source)
-
-    def _digest_at(self, mark: _Mark) -> str:
-        try:
-            return _digest(self._block(self._from(mark), mark.block))
-        except (LookupError, TypeError):  # a missing position: other files, or fewer of them
-            return "which these texts do not have"
-
-    def _mark(self, examples: int, block: int) -> _Mark:
-        source = self.documents.state_dict() or {}
-        return _Mark(examples, block, source, self.packer.tokens.tolist(), self.packer.starts.tolist())
 
     def _block(self, batches: Iterator[Iterator[_Pieces]], number: int) -> dict[str, list[NDArray[np.int32]]]:
         """Make the next examples, at least `shuffle_buffer` of them, in the order of training."""
@@ -182,36 +158,23 @@ class PackedStream(IterableDataset[dict[str, torch.Tensor]]):
         order = np.random.default_rng([self.settings["seed"], number]).permutation(len(block["input_ids"]))
         return {name: [rows[index] for index in order] for name, rows in block.items()}
 
-    def _batches(self, source: dict[str, Any]) -> Iterator[Iterator[_Pieces]]:
+    def _batches(self, mark: _Mark) -> Iterator[Iterator[_Pieces]]:
         """Yield tokenised documents, some at a time, from a position on and then from the first on, for ever.
 
-        Each iterator must be exhausted before the next.
+        The packer becomes what it was there. Each iterator must be exhausted before the next.
         """
-        is_whole = not source
+        self.packer.resume(mark.tokens, mark.starts)
+        source, is_whole = mark.source, not mark.source
         while True:
             self.documents.load_state_dict(source)
             documents, before = 0, self.packer.count
-            for texts in _batched(document["text"] for document in self.documents):
+            for texts in grouped((each["text"] for each in self.documents), len, _CHARACTERS_AT_ONCE):
                 documents += len(texts)
                 yield tokenize_in_pieces(texts, self.tokenizer)
             tokens = self.packer.count - before
             if is_whole and tokens < self.packer.length:
                 raise too_few_tokens(self.packer.length, documents, tokens)
             source, is_whole = {}, True
-
-
-def _batched(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Collect texts until they have enough characters; no text is read before it is needed."""
-    batch: list[str] = []
-    characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
-        if characters >= _CHARACTERS_AT_ONCE:
-            yield batch
-            batch, characters = [], 0
-    if batch:
-        yield batch
 
 
 def _digest(block: Mapping[str, Iterable[NDArray[np.int32]]]) -> str:

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 from datasets import Dataset, Features, List, Value
@@ -14,6 +15,8 @@ TOKEN_FEATURES = Features({"input_ids": List(Value("int32"))})
 
 _CHARACTERS_AT_ONCE = 1 << 17  # tokenised together
 _CHARACTERS_OF_A_PIECE = 1 << 12
+
+_T = TypeVar("_T")
 
 
 def tokenize_documents(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
@@ -54,7 +57,7 @@ def tokenize_in_pieces(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerBase
 ) -> Iterator[list[tuple[NDArray[np.int32], bool]]]:
     """Tokenise as `tokenize` does, but yield some pieces at a time, each with whether a text ends with it."""
-    for group in _grouped(_pieces(texts, tokenizer)):
+    for group in grouped(_pieces(texts, tokenizer), lambda piece: len(piece[0]), _CHARACTERS_AT_ONCE):
         # verbose=False: a document longer than the tokenizer's model_max_length needs no warning here.
         encoded = tokenizer(
             [piece for piece, _ in group], add_special_tokens=False, return_attention_mask=False, verbose=False
@@ -114,15 +117,15 @@ def _places_to_cut(tokenizer: PreTrainedTokenizerBase) -> re.Pattern[str] | None
     return None if any(model.get(name) for name in joins) else re.compile("")
 
 
-def _grouped(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
-    """Group the pieces that are tokenised together."""
-    group: list[tuple[str, bool]] = []
-    characters = 0
-    for piece in pieces:
-        group.append(piece)
-        characters += len(piece[0])
-        if characters >= _CHARACTERS_AT_ONCE:
+def grouped(items: Iterable[_T], length: Callable[[_T], int], enough: int) -> Iterator[list[_T]]:
+    """Collect items until their lengths are enough together; none is read before it is needed."""
+    group: list[_T] = []
+    total = 0
+    for item in items:
+        group.append(item)
+        total += length(item)
+        if total >= enough:
             yield group
-            group, characters = [], 0
+            group, total = [], 0
     if group:
         yield group
