@@ -78,6 +78,11 @@ def training_arguments(output_dir: str | Path, **overrides: Any) -> TrainingArgu
     return arguments
 
 
+def examples_per_step(arguments: TrainingArguments) -> int:
+    """Return the examples of an optimiser step over all devices."""
+    return int(arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps)
+
+
 def check_arguments(arguments: TrainingArguments, resume: bool, allow_changes: Collection[str]) -> None:
     """Check everything about a training that does not need its model and data.
 
@@ -85,7 +90,12 @@ def check_arguments(arguments: TrainingArguments, resume: bool, allow_changes: C
         ValueError: As [`lex_hf.training.train`].
     """
     _check_numbers(arguments)
-    _check_sharding(arguments)
+    is_sharded = arguments.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
+    if is_sharded and not torch.accelerator.is_available():
+        raise ValueError(
+            "FSDP was requested, and there is no accelerator here: every process would silently keep the whole model. "
+            "Leave fsdp unset."
+        )
     if isinstance(allow_changes, str):
         raise ValueError(f"allow_changes = {allow_changes!r} is a single name: give a list, [{allow_changes!r}].")
     if allow_changes and not resume:
@@ -127,12 +137,3 @@ def _check_numbers(arguments: TrainingArguments) -> None:
     steps = arguments.max_steps
     if 0 < steps <= arguments.get_warmup_steps(steps):
         raise ValueError(f"warmup_steps = {arguments.warmup_steps}: must be less than max_steps = {steps}.")
-
-
-def _check_sharding(arguments: TrainingArguments) -> None:
-    requested = arguments.fsdp or os.environ.get("ACCELERATE_USE_FSDP", "").lower() in ("1", "true")
-    if requested and not torch.accelerator.is_available():
-        raise ValueError(
-            "FSDP was requested, and there is no accelerator here: every process would silently keep the whole model. "
-            "Leave fsdp unset."
-        )

@@ -26,19 +26,12 @@ HOW_MEMORY_IS_ESTIMATED = (
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one device.
-
-    Attributes:
-        weights: Parameters.
-        gradients: Their gradients.
-        optimizer: State of the optimiser; `None` for an unknown one.
-        activations: Tensors of one batch that the backward pass needs.
-    """
+    """Bytes on one device."""
 
     weights: int
     gradients: int
-    optimizer: int | None
-    activations: int
+    optimizer: int | None  # state of the optimiser; `None` for an unknown one
+    activations: int  # tensors of one batch that the backward pass needs
 
     @property
     def total(self) -> int:
@@ -50,34 +43,22 @@ class Memory:
 class Estimate:
     """Estimate of the resources of a training.
 
-    Attributes:
-        parameters: Parameters of the model.
-        parameters_without_embeddings: Those that belong neither to embeddings of tokens or positions nor to the head.
-        devices: Devices that train.
-        batch_size: Examples that a device takes at once.
-        accumulation: Batches that a device takes for a step.
-        examples_per_step: Examples in an optimiser step, over all devices.
-        tokens_per_step: Tokens in a step, over all devices.
-        steps: Optimiser steps; `None` if the number of epochs decides.
-        tokens: Tokens of all steps.
-        memory: Bytes on each device.
-        flops_per_token: Floating-point operations for a token, forward and backward: 6 for each parameter that it is
-            multiplied with, and 12 x hidden_size for each key that a query sees, in each layer.
-        flops: The same for all tokens.
+    A token takes floating-point operations forward and backward: 6 for each parameter that it is multiplied with, and
+    12 x hidden_size for each key that a query sees, in each layer.
     """
 
     parameters: int
-    parameters_without_embeddings: int
+    parameters_without_embeddings: int  # those of embeddings of tokens or positions, or of the head, do not count
     devices: int
-    batch_size: int
-    accumulation: int
-    examples_per_step: int
-    tokens_per_step: int
-    steps: int | None
-    tokens: int | None
+    batch_size: int  # examples that a device takes at once
+    accumulation: int  # batches that a device takes for a step
+    examples_per_step: int  # over all devices
+    tokens_per_step: int  # over all devices
+    steps: int | None  # `None` if the number of epochs decides
+    tokens: int | None  # of all steps
     memory: Memory
     flops_per_token: int
-    flops: int | None
+    flops: int | None  # for all tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Return all numbers, as JSON can hold them."""
@@ -116,8 +97,7 @@ def estimate(
     Raises:
         ValueError: If a number is less than 1, or too large for any device.
     """
-    _check_counts(length=length, batch_size=batch_size, accumulation=accumulation, devices=devices, steps=steps)
-    _check_batch(config, batch_size, length)
+    _check_sizes(config, batch_size, length, accumulation=accumulation, devices=devices, steps=steps)
     counts = _count_parameters(config)
     shards = devices if sharded else 1
     per_parameter = _OPTIMIZER_BYTES.get(optimizer)
@@ -146,13 +126,10 @@ def estimate(
     )
 
 
-def _check_counts(**counts: int | None) -> None:
-    for name, value in counts.items():
+def _check_sizes(config: LexConfig, batch_size: int, length: int, **counts: int | None) -> None:
+    for name, value in {"length": length, "batch_size": batch_size, **counts}.items():
         if value is not None and not 1 <= value < 2**53:
             raise ValueError(f"{name} = {reprlib.repr(value)}: it must be at least 1 and less than 2**53.")
-
-
-def _check_batch(config: LexConfig, batch_size: int, length: int) -> None:
     widest = max(config.vocab_size, config.hidden_size, config.intermediate_size)
     if batch_size * length * max(widest, config.num_attention_heads * length) >= 2**60:
         raise ValueError(
@@ -180,17 +157,17 @@ def activation_bytes(
     kept = _saved_bytes(config, batch_size, length, mixed_precision)
     if checkpointing:
         # Tensors between the layers stay; those within are there for one layer at a time.
-        shallow = LexConfig(**{**_fields(config), "num_hidden_layers": 1})
-        outside = 2 * _saved_bytes(shallow, batch_size, length, mixed_precision) - _saved_bytes(
-            LexConfig(**{**_fields(config), "num_hidden_layers": 2}), batch_size, length, mixed_precision
-        )
+        shallow = [LexConfig(**fields_of(config) | {"num_hidden_layers": count}) for count in (1, 2)]
+        one, two = (_saved_bytes(each, batch_size, length, mixed_precision) for each in shallow)
+        outside = 2 * one - two
         layer = (kept - outside) // layers
         kept = outside + layer + layers * batch_size * length * config.hidden_size * 4
     logits = 0 if config.chunked_loss else batch_size * length * config.vocab_size * 4
     return kept + logits
 
 
-def _fields(config: LexConfig) -> dict[str, Any]:
+def fields_of(config: LexConfig) -> dict[str, Any]:
+    """Return the fields of `LexConfig` alone, without those that every configuration has."""
     values = config.to_dict()
     return {name: values[name] for name in LexConfig.__annotations__ if name in values}
 
@@ -219,7 +196,7 @@ def _saved_bytes(config: LexConfig, batch_size: int, length: int, mixed_precisio
     """Count the bytes of all tensors that the forward pass keeps for the backward pass, except parameters."""
     if config.position_embedding_type == "learned":
         # They read the positions, which have no storage either, and keep next to nothing.
-        config = LexConfig(**{**_fields(config), "position_embedding_type": "none"})
+        config = LexConfig(**fields_of(config) | {"position_embedding_type": "none"})
     model = _without_storage(config).train()
     with FakeTensorMode():
         parameters = {name: torch.empty(each.shape, requires_grad=True) for name, each in model.named_parameters()}
@@ -235,29 +212,22 @@ def _saved_bytes(config: LexConfig, batch_size: int, length: int, mixed_precisio
         return saved.total
 
 
-class count_saved_bytes:  # noqa: N801 - a context manager, like those of torch
-    """Counts the bytes of the tensors that autograd keeps while the context lasts; each storage once.
-
-    Args:
-        parameters: Tensors that are not counted.
-    """
+class count_saved_bytes(saved_tensors_hooks):  # noqa: N801 - a context manager, like those of torch
+    """Counts the bytes of the tensors, except `parameters`, that autograd keeps in the context; each storage once."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(self._keep, lambda tensor: tensor)
         self._apart = {each.untyped_storage()._cdata for each in parameters.values()}
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept, so that no two have the same address
-        self._hooks = saved_tensors_hooks(self._keep, lambda tensor: tensor)
 
     @property
     def total(self) -> int:
         """Bytes kept so far."""
         return sum(storage.nbytes() for storage in self._storages.values())
 
-    def __enter__(self) -> "count_saved_bytes":
-        self._hooks.__enter__()
+    def __enter__(self) -> "count_saved_bytes":  # type: ignore[override] # the hooks return nothing
+        super().__enter__()
         return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hooks.__exit__(*error)
 
     def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

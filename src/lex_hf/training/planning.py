@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 from datasets import Dataset
-from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments, set_seed
+from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from lex_hf.data.documents import load_documents, stream_documents
 from lex_hf.data.packing import pack
@@ -16,7 +16,7 @@ from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.model.modeling_lex import LexForCausalLM
 from lex_hf.records import check_folder, write_text
 from lex_hf.training import trainer
-from lex_hf.training.arguments import check_arguments
+from lex_hf.training.arguments import check_arguments, examples_per_step
 from lex_hf.training.recipes import Recipe
 from lex_hf.training.run_folder import RECIPE_NAME, claimed
 from lex_hf.training.run_record import Change
@@ -29,11 +29,7 @@ def customize(
 ) -> Recipe:
     """Return a recipe with what `lex-hf train` changes of it.
 
-    Args:
-        recipe: The recipe.
-        model: Folder or Hub id of a model to fine-tune, which has a configuration and a tokenizer of its own.
-        tokenizer: `bytes`, or a folder or Hub id.
-        assignments: Values of fields, each `NAME=VALUE`.
+    A `model` to fine-tune has a configuration and a tokenizer of its own. Assignments are as of [`Recipe.override`].
 
     Raises:
         ValueError: If there is no model, the model would get a second configuration or tokenizer, or a field or a
@@ -56,12 +52,8 @@ def customize(
 def planned_config(recipe: Recipe, model: str | None = None) -> LexConfig:
     """Return the configuration of the model to train; no weights are loaded, and no tokenizer unless it is needed.
 
-    Args:
-        recipe: The recipe.
-        model: Folder or Hub id of the model to fine-tune, if there is one.
-
     Raises:
-        ValueError: If that is not a LEX model.
+        ValueError: If the model to fine-tune is not a LEX model.
     """
     if model is None:
         return recipe.config(None if "vocab_size" in recipe.model else recipe.tokenizer())
@@ -114,7 +106,8 @@ def train_recipe(
             held_back = packing(recipe, eval_sources, arguments.seed, in_memory=True)(tokenizer, length)
         examples = pack_training(tokenizer, length)
         if arguments.process_index == 0:
-            announce(_size(recipe, network, arguments, length))
+            size = f"{network.num_parameters()} parameters, {examples_per_step(arguments) * length} tokens a step"
+            announce(f"{recipe.name}: {size}, {arguments.world_size} processes")
 
         def keep_recipe(changes: list[Change]) -> None:
             text = recipe.to_yaml(None if model else network.config, changes)
@@ -136,30 +129,16 @@ def train_recipe(
 def packing(recipe: Recipe, sources: Sequence[str], seed: int, *, in_memory: bool = False) -> Packing:
     """Find the documents, so that missing ones are reported at once; return a function that packs them.
 
-    Args:
-        recipe: Says how documents are read and packed.
-        sources: Texts, as `load_documents` reads them.
-        seed: Of the order of a stream.
-        in_memory: Whether the examples are held in memory, even if the recipe streams.
-
-    Returns:
-        A function of a tokenizer and a number of tokens; it returns examples of that length.
+    The function takes a tokenizer and a length in tokens. The seed is that of the order of a stream; examples that
+    must be `in_memory` are not streamed, whatever the recipe says.
     """
-    options = {"text_field": recipe.data.text_field, "split": recipe.data.split}
-    apart = recipe.data.separate_documents
-    if recipe.data.streaming and not in_memory:
+    data, apart = recipe.data, recipe.data.separate_documents
+    options = {"text_field": data.text_field, "split": data.split}
+    if data.streaming and not in_memory:
         stream = stream_documents(sources, **options)
-        return lambda tokenizer, length: PackedStream(
-            stream,
-            tokenizer,
-            length,
-            separate_documents=apart,
-            shuffle_buffer=recipe.data.shuffle_buffer,
-            seed=seed,
-            sources=sources,
-        )
-    documents = load_documents(sources, **options)
-    return lambda tokenizer, length: pack(documents, tokenizer, length, separate_documents=apart)
+        order = {"shuffle_buffer": data.shuffle_buffer, "seed": seed}
+        return partial(PackedStream, stream, separate_documents=apart, sources=sources, **order)
+    return partial(pack, load_documents(sources, **options), separate_documents=apart)
 
 
 def _model_and_tokenizer(recipe: Recipe, model: str | None) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -167,9 +146,3 @@ def _model_and_tokenizer(recipe: Recipe, model: str | None) -> tuple[PreTrainedM
         return load_for_evaluation(model, device="cpu")
     tokenizer = recipe.tokenizer()
     return LexForCausalLM(recipe.config(tokenizer)), tokenizer
-
-
-def _size(recipe: Recipe, network: Any, arguments: TrainingArguments, length: int) -> str:
-    step = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps * length
-    size = f"{network.num_parameters()} parameters, {step} tokens a step, {arguments.world_size} processes"
-    return f"{recipe.name}: {size}"

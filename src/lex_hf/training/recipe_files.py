@@ -2,77 +2,57 @@
 
 import difflib
 import re
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
+_PRESETS = Path(__file__).with_name("presets")
 # Fields of an optimiser and its schedule, apart from the number of steps.
-OPTIMIZER = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_epsilon",
-    "weight_decay",
-    "max_grad_norm",
-)
+SCHEDULE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs")
+_OPTIMIZER = (*SCHEDULE, "adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay", "max_grad_norm")
 
 
 def recipe_names() -> list[str]:
     """Return the names of the recipes that come with the package."""
-    files = (resources.files("lex_hf.training") / "presets").iterdir()
-    return sorted(file.name.removesuffix(".yaml") for file in files if file.name.endswith(".yaml"))
+    return sorted(file.stem for file in _PRESETS.glob("*.yaml"))
 
 
 def read_recipe(name: str | Path) -> Any:
-    """Read the YAML of a recipe.
-
-    Args:
-        name: Name of one that comes with the package, or the path of a YAML file.
+    """Read the YAML of a recipe: one that comes with the package, by its name, or a file.
 
     Raises:
         ValueError: If there is no such recipe, or it is not valid YAML in UTF-8.
     """
     where = str(name)
+    path = Path(name)
     if where in recipe_names():
-        text = (resources.files("lex_hf.training") / "presets" / f"{where}.yaml").read_text(encoding="utf-8")
-    elif Path(name).is_file() and Path(name).suffix in (".yaml", ".yml"):
-        text = _read(Path(name))
-    else:
+        path = _PRESETS / f"{where}.yaml"
+    elif not path.is_file() or path.suffix not in (".yaml", ".yml"):
         raise ValueError(_no_recipe(where))
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a recipe: it is not UTF-8 text (byte {error.start}).") from error
     return parse_yaml(text, where)
 
 
 def lex_optimizer() -> dict[str, Any]:
     """Return the optimiser and schedule of the LEX paper (the recipe `gpt-medium`), as `TrainingArguments` fields."""
     training = read_recipe("gpt-medium")["training"]
-    return {name: training[name] for name in OPTIMIZER}
+    return {name: training[name] for name in _OPTIMIZER}
 
 
 def parse_yaml(text: str, where: str) -> Any:
     """Parse YAML in which 1e-4 is a number, yes and no are words, and duplicate keys are errors.
 
-    Args:
-        text: The YAML.
-        where: Its origin, for the message.
-
     Raises:
-        ValueError: If it is not valid.
+        ValueError: If it is not valid; the message begins with `where`.
     """
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # the last two: endless numbers and brackets
         raise ValueError(f"{where}: invalid YAML: {error}") from error
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_bytes().decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not a recipe: it is not UTF-8 text (byte {error.start}).") from error
 
 
 def _no_recipe(name: str) -> str:

@@ -20,11 +20,9 @@ from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.errors import plain
 from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.training.arguments import training_arguments
-from lex_hf.training.estimate import Estimate, estimate
+from lex_hf.training.estimate import Estimate, estimate, fields_of
 from lex_hf.training.recipe_files import parse_yaml, read_recipe
 from lex_hf.training.run_record import Change
-
-SECTIONS = ("model", "training", "data")
 
 # Fields of the model that belong to its tokenizer.
 _OF_TOKENIZER = ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")
@@ -44,41 +42,25 @@ _OF_MACHINE: dict[str, Any] = {"bf16": False, "fp16": False, "tf32": None, "fsdp
 
 @dataclass(frozen=True)
 class DataSettings:
-    """Settings by which texts become the examples of a step.
+    """Settings by which texts become the examples of a step."""
 
-    Attributes:
-        tokenizer: Folder or Hub id of a tokenizer, or `"bytes"` (one token per byte); `None` if one must be given.
-        length: Tokens in an example; the model's training length by default.
-        examples_per_step: Examples in an optimiser step, over all processes. By default as many as the devices take at
-            once.
-        separate_documents: Whether tokens see, and are predicted from, their own document only.
-        streaming: Whether documents are read during training, for data larger than memory.
-        shuffle_buffer: Examples of a stream that are shuffled together.
-        text_field: Field of JSON lines, or column of a Hub dataset, that holds the text.
-        split: Split of a Hub dataset.
-    """
-
-    tokenizer: str | None = None
-    length: int | None = None
-    examples_per_step: int | None = None
-    separate_documents: bool = False
-    streaming: bool = False
-    shuffle_buffer: int = 1000
-    text_field: str = "text"
-    split: str = "train"
+    tokenizer: str | None = None  # folder or Hub id, or "bytes" (one token per byte); None if one must be given
+    length: int | None = None  # tokens in an example; the model's training length by default
+    examples_per_step: int | None = None  # over all processes; by default as many as the devices take at once
+    separate_documents: bool = False  # whether tokens see, and are predicted from, their own document only
+    streaming: bool = False  # whether documents are read during training, for data larger than memory
+    shuffle_buffer: int = 1000  # examples of a stream that are shuffled together
+    text_field: str = "text"  # field of JSON lines, or column of a Hub dataset, that holds the text
+    split: str = "train"  # of a Hub dataset
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ValueError: If one is too small.
-        """
         for name, least in (("length", 2), ("examples_per_step", 1), ("shuffle_buffer", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"data.{name} = {value}: it must be at least {least}.")
 
 
+# Names and types of the fields of each section.
 _KNOWN: dict[str, dict[str, Any]] = {
     "model": dict(LexConfig.__annotations__),
     "training": {each.name: each.type for each in dataclasses.fields(TrainingArguments)},
@@ -88,31 +70,23 @@ _KNOWN: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """A training, as described by a recipe file.
+    """A training, as described by a recipe file."""
 
-    Attributes:
-        name: Its name or path.
-        model: Fields of `LexConfig`.
-        training: Fields of `TrainingArguments`.
-        data: Settings by which texts become examples.
-    """
-
-    name: str
-    model: dict[str, Any] = field(default_factory=dict)
-    training: dict[str, Any] = field(default_factory=dict)
+    name: str  # or its path
+    model: dict[str, Any] = field(default_factory=dict)  # fields of LexConfig
+    training: dict[str, Any] = field(default_factory=dict)  # fields of TrainingArguments
     data: DataSettings = field(default_factory=DataSettings)
 
     def override(self, assignments: Iterable[str]) -> "Recipe":
-        """Change fields.
+        """Change fields by assignments `NAME=VALUE`.
 
-        Args:
-            assignments: `NAME=VALUE`, where the value is YAML, and the name a field of the model, the training or the
-                data, with its section if that is ambiguous: `hidden_size=64`, `model.use_cache=false`.
+        The value is YAML, and the name a field of the model, the training or the data, with its section if that is
+        ambiguous: `hidden_size=64`, `model.use_cache=false`.
 
         Raises:
             ValueError: If there is no such field, or the value has the wrong type.
         """
-        sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+        sections: dict[str, dict[str, Any]] = {name: {} for name in _KNOWN}
         for text in assignments:
             key, equals, value = text.partition("=")
             if not equals:
@@ -142,21 +116,18 @@ class Recipe:
         return load_tokenizer(name)
 
     def config(self, tokenizer: PreTrainedTokenizerBase | None = None) -> LexConfig:
-        """Make the configuration of the model.
-
-        Args:
-            tokenizer: Source of the vocabulary fields that the recipe lacks; without it, the recipe needs them.
+        """Make the configuration of the model; the tokenizer gives the vocabulary fields that the recipe lacks.
 
         Raises:
             huggingface_hub.errors.StrictDataclassError: If a field has an impossible value.
             ValueError: If the size of the vocabulary is unknown.
         """
-        if tokenizer is None and "vocab_size" not in self.model:
-            raise ValueError(f"The recipe {self.name} has no vocab_size, and no tokenizer was given.")
         fields = dict(self.model)
         if tokenizer is not None:
             known = {"vocab_size": len(tokenizer)} | {name: getattr(tokenizer, name) for name in _OF_TOKENIZER[1:]}
             fields = known | fields
+        elif "vocab_size" not in fields:
+            raise ValueError(f"The recipe {self.name} has no vocab_size, and no tokenizer was given.")
         # A distance of half an example scales by ζ, as in the paper.
         fields.setdefault("xpos_scale_base", fields.get("training_length", LexConfig.training_length) // 2)
         return LexConfig(**fields)
@@ -204,19 +175,13 @@ class Recipe:
         Raises:
             ValueError: If both are missing.
         """
-        length = self.data.length
-        if length is None:
-            length = getattr(config, "training_length", None)
+        length = self.data.length or getattr(config, "training_length", None)
         if length is None:
             raise ValueError(f"A {config.model_type} model has no training length: give --set length=1024.")
         return int(length)
 
     def estimate(self, config: LexConfig, devices: int | None = None) -> Estimate:
-        """Estimate the resources of the training.
-
-        Args:
-            config: Configuration of the model.
-            devices: Devices that train; by default as many as there are here, or as a launcher started.
+        """Estimate what the training takes on a number of devices: by default those here, or those of a launcher.
 
         Raises:
             ValueError: If the examples of a step cannot be divided evenly.
@@ -240,8 +205,7 @@ class Recipe:
 
     def setting(self, name: str) -> Any:
         """Return a field of the training: the recipe's, or else the default of `TrainingArguments`."""
-        default = next(each.default for each in dataclasses.fields(TrainingArguments) if each.name == name)
-        return self.training.get(name, default)
+        return self.training.get(name, getattr(TrainingArguments, name))
 
     def check_training(self) -> None:
         """Let `TrainingArguments` check all values except those that need abilities of this machine."""
@@ -250,15 +214,10 @@ class Recipe:
     def to_yaml(self, config: LexConfig | None = None, changes: Iterable[Change] = ()) -> str:
         """Write the recipe, with all fields of the model if its configuration is given.
 
-        Args:
-            config: Configuration of the model.
-            changes: Changes when the training was resumed: for comments at the beginning, since the values
-                of the recipe are those of the last steps.
+        Changes when the training was resumed are comments at the beginning, since the values of the recipe are those
+        of the last steps.
         """
-        model = self.model
-        if config is not None:
-            values = config.to_dict()
-            model = {name: values[name] for name in _KNOWN["model"] if name in values}
+        model = self.model if config is None else fields_of(config)
         sections = {"model": model, "training": self.training, "data": dataclasses.asdict(self.data)}
         comments = [f"# Resumed with changes: {change}.".replace("\n", " ") + "\n" for change in changes]
         text: str = yaml.safe_dump(sections, sort_keys=False, default_flow_style=False)
@@ -268,19 +227,13 @@ class Recipe:
         for section, fields in sections.items():
             for name, value in fields.items():
                 _check(section, name, value, where)
-        return Recipe(
-            name=self.name,
-            model=self.model | sections["model"],
-            training=self.training | sections["training"],
-            data=dataclasses.replace(self.data, **sections["data"]),
-        )
+        model, training = self.model | sections["model"], self.training | sections["training"]
+        data = dataclasses.replace(self.data, **sections["data"])
+        return dataclasses.replace(self, model=model, training=training, data=data)
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer.
-
-    Args:
-        name: Folder or Hub id, or `"bytes"`.
+    """Load a tokenizer from a folder or the Hub, or that of `"bytes"`.
 
     Raises:
         ValueError: If there is none that loads.
@@ -311,11 +264,10 @@ def model_fields(assignments: Iterable[str]) -> dict[str, Any]:
 
 
 def load_recipe(name: str | Path) -> Recipe:
-    """Read a recipe.
+    """Read a recipe that comes with the package, by its name, or from the path of a YAML file.
 
-    Args:
-        name: The name of one that comes with the package, or the path of a YAML file with the sections `model` (fields
-            of `LexConfig`), `training` (fields of `TrainingArguments`) and `data` (fields of `DataSettings`).
+    Its sections are `model` (fields of `LexConfig`), `training` (fields of `TrainingArguments`) and `data` (fields of
+    [`DataSettings`]).
 
     Raises:
         ValueError: If there is none of that name, it is not valid YAML, has an unknown key, or a value of the wrong
@@ -324,26 +276,24 @@ def load_recipe(name: str | Path) -> Recipe:
     where = str(name)
     sections = read_recipe(name) or {}
     if not isinstance(sections, dict):
-        raise ValueError(
-            f"{where}: a recipe has the sections {', '.join(SECTIONS)}; this is {type(sections).__name__}."
-        )
+        raise ValueError(f"{where}: a recipe has the sections {', '.join(_KNOWN)}; this is {type(sections).__name__}.")
     for section, fields in sections.items():
-        if section not in SECTIONS:
-            raise ValueError(f"{where}: no section {section!r}; {_nearest(str(section), SECTIONS)}.")
+        if section not in _KNOWN:
+            raise ValueError(f"{where}: no section {section!r}; {_nearest(str(section), _KNOWN)}.")
         if not isinstance(fields, dict | None):
             raise ValueError(f"{where}: the section {section!r} must hold fields, e.g. max_steps: 2000.")
-    return Recipe(where)._with({name: sections.get(name) or {} for name in SECTIONS}, where)
+    return Recipe(where)._with({name: sections.get(name) or {} for name in _KNOWN}, where)
 
 
 def _locate(key: str, where: str) -> tuple[str, str]:
     """Find the section of a field."""
     section, dot, name = key.partition(".")
-    if dot and section in SECTIONS:
+    if dot and section in _KNOWN:
         _check_name(section, name, where)
         return section, name
-    found = [section for section in SECTIONS if key in _KNOWN[section]]
+    found = [section for section, names in _KNOWN.items() if key in names]
     if not found:
-        everything = [name for section in SECTIONS for name in _KNOWN[section]]
+        everything = [name for names in _KNOWN.values() for name in names]
         raise ValueError(f"{where}: no field of a recipe is called {key!r}; {_nearest(key, everything)}.")
     if len(found) > 1:
         raise ValueError(f"{where}: it may mean {' or '.join(f'{each}.{key}' for each in found)}; write which.")

@@ -8,11 +8,7 @@ from lex_hf.records import whole_folder
 
 
 def save_pretrained(folder: Path, *parts: Any) -> None:
-    """Save models and tokenizers in one folder.
-
-    Args:
-        folder: A folder that is new or empty.
-        parts: Anything that has `save_pretrained`.
+    """Save models, tokenizers and whatever else has `save_pretrained` in one folder, which is new or empty.
 
     Raises:
         OSError: If they cannot be written; nothing is left of them.
