@@ -5,6 +5,7 @@ from typing import Any
 
 from lex_hf.convert.gpt2 import from_gpt2
 from lex_hf.convert.torchscale import from_torchscale
+from lex_hf.data.tokenizers import check_vocabulary
 from lex_hf.model.modeling_lex import LexForCausalLM
 from lex_hf.training.recipes import load_tokenizer
 from lex_hf.training.saving import save_pretrained
@@ -13,11 +14,11 @@ from lex_hf.training.saving import save_pretrained
 def warm_start(
     source: str, output: Path, *, tokenizer: str | None = None, **fields: Any
 ) -> tuple[LexForCausalLM, str | None]:
-    """Convert a model and save it.
+    """Convert a model and save it in a new or empty folder.
 
     Args:
         source: Folder or Hub id of a GPT-2, or file of an official (torchscale) checkpoint.
-        output: Folder for the LEX model; a new or empty one.
+        output: Folder for the LEX model.
         tokenizer: Folder or Hub id of its tokenizer, or `bytes`; GPT-2's own by default.
         fields: Fields of `LexConfig`.
 
@@ -34,10 +35,7 @@ def warm_start(
     parts: list[Any] = [model]
     if name is not None:
         words = load_tokenizer(name)
-        if len(words) > model.config.vocab_size:
-            raise ValueError(
-                f"The tokenizer has {len(words)} tokens, but the model vocab_size = {model.config.vocab_size}."
-            )
+        check_vocabulary(words, model.config.vocab_size)
         parts.insert(0, words)
     save_pretrained(output, *parts)
     return model, name

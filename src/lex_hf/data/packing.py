@@ -1,9 +1,10 @@
-"""Examples of equal length: documents joined, and cut without padding."""
+"""Examples of equal length: documents joined, and cut without padding; whether examples fit a model."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pyarrow as pa  # type: ignore[import-untyped]
+import pyarrow.compute as pc  # type: ignore[import-untyped]
 from datasets import Dataset, Features, List, Value
 from datasets.fingerprint import generate_random_fingerprint
 from datasets.utils import tqdm
@@ -11,6 +12,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from lex_hf.data.tokenizing import DOCUMENTS_PER_BATCH, TOKEN_FEATURES, tokenize_in_pieces
+from lex_hf.records import content_hash
 
 _PACKED_FEATURES = Features({**TOKEN_FEATURES, "position_ids": List(Value("int32"))})
 
@@ -61,14 +63,13 @@ def pack(
     return examples.with_format(None)
 
 
-def _table(rows: Mapping[str, NDArray[np.int32]]) -> pa.Table:
+def _table(examples: Mapping[str, NDArray[np.int32]]) -> pa.Table:
     """Put arrays of shape `(rows, length)` into a table, without a copy."""
-    return pa.table({name: _list_column(array) for name, array in rows.items()})
-
-
-def _list_column(rows: NDArray[np.int32]) -> pa.ListArray:
-    count, length = rows.shape
-    return pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * length, rows.reshape(-1))
+    columns = {}
+    for name, rows in examples.items():
+        starts = np.arange(len(rows) + 1, dtype=np.int32) * rows.shape[1]
+        columns[name] = pa.ListArray.from_arrays(starts, rows.reshape(-1))
+    return pa.table(columns)
 
 
 def too_few_tokens(length: int, documents: int, tokens: int) -> ValueError:
@@ -134,3 +135,53 @@ def _positions(starts: NDArray[np.bool_]) -> NDArray[np.int32]:
     """Count from 0 at each start and at the beginning of each row; shape `(rows, length)`, like `starts`."""
     index = np.arange(starts.shape[1], dtype=np.int32)
     return index - np.maximum.accumulate(np.where(starts, index, 0), axis=1, dtype=np.int32)
+
+
+def check_examples(dataset: Dataset, vocab_size: int) -> str:
+    """Read all examples of a model with `vocab_size` ids; return their number, length and a hash of their content.
+
+    Raises:
+        ValueError: If there are none, they are not of equal length of at least 2, or an id is out of range.
+    """
+    if "input_ids" not in dataset.column_names:
+        raise ValueError(
+            f"The dataset has the columns {dataset.column_names}, not 'input_ids': make examples with "
+            "lex_hf.data.pack."
+        )
+    if len(dataset) == 0:
+        raise ValueError("The dataset has no examples.")
+    columns = [name for name in ("input_ids", "position_ids") if name in dataset.column_names]
+    length = len(dataset[0]["input_ids"])
+    digest = content_hash(_checked(dataset.select_columns(columns), length, vocab_size))
+    return f"{len(dataset)} examples of {length} tokens, {digest}"
+
+
+def _checked(dataset: Dataset, length: int, vocab_size: int) -> Iterator[bytes]:
+    """Yield the content of all columns, some rows at a time."""
+    for table in dataset.with_format("arrow").iter(1000):
+        for name in dataset.column_names:
+            values = _numbers(table[name], name, length)
+            low, high = int(values.min()), int(values.max())
+            if name == "input_ids" and (low < 0 or high >= vocab_size):
+                raise ValueError(
+                    f"The examples hold the token {low if low < 0 else high}, but the model has the tokens 0 to "
+                    f"{vocab_size - 1}: they were made with another tokenizer."
+                )
+            yield values.tobytes()
+
+
+def _numbers(column: pa.ChunkedArray, name: str, length: int) -> NDArray[np.int32]:
+    """Return the values of rows of equal length, joined."""
+    try:
+        lengths = pc.unique(pc.list_value_length(column)).to_pylist()
+        flat = np.concatenate([np.asarray(chunk.flatten()) for chunk in column.chunks])
+    except (pa.ArrowException, NotImplementedError) as error:
+        raise ValueError(f"The column {name!r} must hold lists of whole numbers: {error}.") from error
+    if lengths != [length] or length < 2:
+        raise ValueError(
+            f"The examples must be of equal length, at least 2 tokens; {name!r} has rows of "
+            f"{', '.join(map(str, sorted({length, *lengths}, key=str)))}."
+        )
+    if flat.dtype.kind not in "iu":
+        raise ValueError(f"The column {name!r} must hold whole numbers, not {flat.dtype}.")
+    return flat.astype("<i4")

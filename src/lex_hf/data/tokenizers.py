@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from itertools import chain
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 END_OF_TEXT = "<|endoftext|>"
@@ -28,7 +28,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
     return _for_language_models(tokenizer)
 
 
@@ -63,7 +62,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         raise ValueError("There are no texts to train the tokenizer on: all of them are empty.")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
     # The end-of-text token is appended, as in GPT-2.
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
@@ -72,8 +70,19 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return _for_language_models(tokenizer)
 
 
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Check that a model with `vocab_size` ids knows all tokens.
+
+    Raises:
+        ValueError: If not.
+    """
+    if len(tokenizer) > vocab_size:
+        raise ValueError(f"The tokenizer has {len(tokenizer)} tokens, but the model vocab_size = {vocab_size}.")
+
+
 def _for_language_models(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """Give a tokenizer the special tokens and the padding side that training and generation need."""
+    """Give a tokenizer the decoder, special tokens and padding side that training and generation need."""
+    tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

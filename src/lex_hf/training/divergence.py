@@ -1,12 +1,6 @@
-"""Divergence: a training whose loss or weights are not finite ends, and saves nothing of it."""
+"""The error of a training whose loss or weights are not finite."""
 
-import math
 from pathlib import Path
-from typing import Any
-
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
-from lex_hf.training.run_folder import last_checkpoint
 
 
 class TrainingDiverged(ValueError):  # noqa: N818 - named like TrainingInterrupted
@@ -25,30 +19,3 @@ class TrainingDiverged(ValueError):  # noqa: N818 - named like TrainingInterrupt
             "a longer warm-up or a smaller max_grad_norm helps, too."
         )
         self.step = step
-
-
-def diverged(what: str, arguments: TrainingArguments, state: TrainerState) -> TrainingDiverged:
-    """Make the error for a training in this state."""
-    return TrainingDiverged(what, state.global_step, last_checkpoint(arguments.output_dir))
-
-
-class Divergence(TrainerCallback):
-    """Ends a training whose loss is not finite, when it is logged: before every checkpoint and at the end."""
-
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
-        """Check the losses.
-
-        Raises:
-            TrainingDiverged: If one is not finite.
-        """
-        for name in ("loss", "eval_loss"):
-            value = (logs or {}).get(name, 0.0)
-            if not math.isfinite(value):
-                raise diverged(f"{name} is {value}", args, state)

@@ -37,20 +37,12 @@ class NothingLeft(Exception):  # noqa: N818 - not an error: it ends a training t
 
 
 class Interruption(TrainerCallback):
-    """Turns a signal into a checkpoint and a stop after the current step, the same step on all processes.
-
-    Args:
-        accelerator: That of the Trainer; it tells the other processes.
-
-    Attributes:
-        signal: The first signal received, if any.
-        stopped: Whether the training was stopped by one.
-    """
+    """Turns a signal into a checkpoint and a stop after the current step, the same step on all processes."""
 
     def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
-        self.signal: signal.Signals | None = None
-        self.stopped = False
+        self.accelerator = accelerator  # that of the Trainer; it tells the other processes
+        self.signal: signal.Signals | None = None  # the first received, if any
+        self.stopped = False  # whether the training was stopped by one
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -72,16 +64,12 @@ class Interruption(TrainerCallback):
         self.signal = signal.Signals(number)
         logger.warning("%s: saving a checkpoint after this step. Again to stop at once.", self.signal.name)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """End a complete training that is resumed; the Trainer would take one step beyond `max_steps`."""
         if state.global_step >= state.max_steps:
             raise NothingLeft
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Stop if a signal came, to this process or another; log with every checkpoint and at the end."""
         if self.signal is not None:
             self.accelerator.set_trigger()
@@ -92,9 +80,7 @@ class Interruption(TrainerCallback):
         # So the losses in a checkpoint are complete, and those of a resumed run continue them.
         control.should_log |= control.should_save or control.should_training_stop
 
-    def on_epoch_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Log with every checkpoint; a stopped run has saved its own before."""
         if self.stopped:
             control.should_save = control.should_evaluate = False

@@ -1,8 +1,9 @@
 """The `Trainer` as this package needs it: streams, no cache while training, finite weights only, hyperparameters."""
 
 import contextlib
+import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,12 @@ from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import (
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    default_data_collator,
-)
+from transformers import Trainer, default_data_collator
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lex_hf.data.streaming import PackedStream
 from lex_hf.model.loss_lex import IGNORED
-from lex_hf.training.divergence import diverged
+from lex_hf.training.divergence import TrainingDiverged
 from lex_hf.training.run_folder import last_checkpoint
 
 
@@ -32,11 +26,10 @@ class LexTrainer(Trainer):
     """The Trainer, reading streams, without a cache while it trains, and saving finite weights only.
 
     Attributes:
-        hyperparameters: Settings of each parameter group and base learning rates, as given for this run; a checkpoint
-            brings its own.
+        on_save: Called by the main process after each checkpoint, and before the model is saved.
     """
 
-    hyperparameters: tuple[list[dict[str, Any]], list[float | torch.Tensor]] = ([], [])
+    on_save: Callable[[], None]
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the loss of a batch without a cache; the batch itself may be sent between processes."""
@@ -44,30 +37,30 @@ class LexTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Load batches; a stream's are read by one process, which gives the others their share."""
-        if not isinstance(self.train_dataset, PackedStream):
-            return super().get_train_dataloader()
-        loader = DataLoader(
-            self.train_dataset,
-            batch_size=self.args.train_batch_size,
-            collate_fn=self.data_collator,
-            pin_memory=self.args.dataloader_pin_memory,
-        )
-        return _with_a_generator(self.accelerator.prepare(loader))
+        loader = super().get_train_dataloader()
+        return _with_a_generator(loader) if isinstance(self.train_dataset, PackedStream) else loader
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader[Any]:
         """Load batches to evaluate on, without an effect on the training."""
         return _with_a_generator(super().get_eval_dataloader(*args, **kwargs))
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the schedule, and note the hyperparameters before a checkpoint is loaded over them."""
+        """Make the schedule, if its options are possible."""
         try:
-            scheduler = super().create_scheduler(*args, **kwargs)
+            return super().create_scheduler(*args, **kwargs)
         except TypeError as error:
             raise ValueError(f"lr_scheduler_kwargs = {self.args.lr_scheduler_kwargs}: {error}.") from error
-        if isinstance(scheduler, LambdaLR):
-            given = [{name: value for name, value in each.items() if name != "params"} for each in _groups(scheduler)]
-            self.hyperparameters = given, list(scheduler.base_lrs)
-        return scheduler
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, before every checkpoint and at the end, and end a training whose loss is not finite.
+
+        Raises:
+            TrainingDiverged: If a loss is not finite.
+        """
+        super().log(logs, *args, **kwargs)
+        for name in ("loss", "eval_loss"):
+            if not math.isfinite(logs.get(name, 0.0)):
+                raise self._diverged(f"{name} is {logs[name]}")
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the model, unless it diverged in the last steps, which no loss has shown yet.
@@ -75,10 +68,12 @@ class LexTrainer(Trainer):
         Raises:
             TrainingDiverged: If a weight of any process is not finite.
         """
-        if not all(bool(_local(weight).isfinite().all()) for weight in self.model.parameters()):
+        # Each process looks at the part of a weight that it has.
+        weights = [each.to_local() if isinstance(each, DTensor) else each for each in self.model.parameters()]
+        if not all(bool(weight.isfinite().all()) for weight in weights):
             self.accelerator.set_trigger()
         if self.accelerator.check_trigger():
-            raise diverged("not all weights are finite numbers", self.args, self.state)
+            raise self._diverged("not all weights are finite numbers")
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
@@ -86,27 +81,25 @@ class LexTrainer(Trainer):
         folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with removed_on_failure(folder):
             super()._save_checkpoint(*args, **kwargs)
+        if self.is_world_process_zero():
+            self.on_save()
 
-
-class GivenHyperparameters(TrainerCallback):
-    """Lets the optimiser continue with the hyperparameters of this run, where the Trainer takes the checkpoint's."""
-
-    def __init__(self, trainer: LexTrainer) -> None:
-        self.trainer = trainer
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Set learning rate, weight decay and the rest; nothing changes if they are what they were."""
-        schedule = self.trainer.lr_scheduler
-        if not state.global_step or not isinstance(schedule, LambdaLR):
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load their state, but continue with learning rate, weight decay and the rest as given for this run."""
+        schedule = self.lr_scheduler
+        groups = self.optimizer.param_groups
+        given = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        rates = list(getattr(schedule, "base_lrs", ()))
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if not isinstance(schedule, LambdaLR):
             return
-        groups, schedule.base_lrs = self.trainer.hyperparameters
-        for group, given, rate, factor in zip(
-            _groups(schedule), groups, schedule.base_lrs, schedule.lr_lambdas, strict=True
-        ):
-            group.update(given | {"lr": rate * factor(schedule.last_epoch)})
-        schedule._last_lr = [group["lr"] for group in _groups(schedule)]
+        groups, schedule.base_lrs = self.optimizer.param_groups, rates  # loading made new groups
+        for group, settings, rate, factor in zip(groups, given, rates, schedule.lr_lambdas, strict=True):
+            group.update(settings | {"lr": rate * factor(schedule.last_epoch)})
+        schedule._last_lr = [group["lr"] for group in groups]
+
+    def _diverged(self, what: str) -> TrainingDiverged:
+        return TrainingDiverged(what, self.state.global_step, last_checkpoint(self.args.output_dir))
 
 
 @contextlib.contextmanager
@@ -137,13 +130,8 @@ def as_tensors(dataset: Dataset) -> Dataset:
 def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Make a batch whose labels are its tokens, all of them: end-of-text is learnt though it also pads.
 
-    Where documents are kept apart, nothing predicts the first token of one.
-
-    Args:
-        examples: `input_ids`, and perhaps `position_ids`, of shape `(length,)` each.
-
-    Returns:
-        The same with `labels`, of shape `(batch, length)` each.
+    Where documents are kept apart, nothing predicts the first token of one. `input_ids` and perhaps `position_ids` of
+    shape `(length,)` become batches of shape `(batch, length)`, as are the `labels`.
     """
     batch: dict[str, torch.Tensor] = default_data_collator(examples)
     labels = batch["input_ids"].clone()
@@ -158,15 +146,4 @@ def _with_a_generator(prepared: Any) -> DataLoader[Any]:
     One without them draws from torch's, and dropout would differ in a run that is resumed, or evaluated more often.
     """
     prepared.base_dataloader.generator = torch.Generator()
-    loader: DataLoader[Any] = prepared
-    return loader
-
-
-def _groups(scheduler: Any) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = scheduler.optimizer.param_groups
-    return groups
-
-
-def _local(weight: torch.Tensor) -> torch.Tensor:
-    """Return the part of a weight that this process has."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight
+    return prepared

@@ -13,11 +13,12 @@ import torch
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import sort_checkpoints
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, logging
 
+from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.records import check_folder
 
 logger = logging.get_logger(__name__)
@@ -25,21 +26,14 @@ logger = logging.get_logger(__name__)
 RECIPE_NAME = "recipe.yaml"
 LOCK_NAME = ".training.lock"
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
-_TOKENIZER = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "spiece.model",
-    "chat_template.jinja",
-    "additional_chat_templates",
-)
+_VOCABULARY = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt", "merges.txt", "added_tokens.json")
+_TEMPLATES = ("chat_template.jinja", "additional_chat_templates")
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", *_VOCABULARY, *_TEMPLATES)
 _MODEL = (CONFIG_NAME, "generation_config.json", *_WEIGHTS, *_TOKENIZER, "*_lex.py")
 _CHECKPOINTS = ("checkpoint-[0-9]*",)
+# Added to config.json by transformers, or taken from the tokenizer: no difference between two models.
+_OF_TRANSFORMERS = {"architectures", "auto_map", "dtype", "transformers_version", "use_cache"}
+_OF_TOKENIZER = {"bos_token_id", "eos_token_id", "pad_token_id"}
 
 
 @contextlib.contextmanager
@@ -49,13 +43,8 @@ def claimed(
     """Hold `arguments.output_dir` for one training while the context lasts; a second one gets an error at once.
 
     The operating system frees the folder when the process ends, however it ends. Of several processes of one launcher
-    the main process holds it. May be entered again by the thread that holds it.
-
-    Args:
-        arguments: Those of the training.
-        resume: Whether a training in the folder is continued.
-        overwrite: Whether existing files may be replaced.
-        also: Names of files that are written beside the model and its checkpoints.
+    the main process holds it. May be entered again by the thread that holds it. The names in `also` are files that are
+    written beside the model and its checkpoints.
 
     Raises:
         ValueError: If it is not a folder that can be written to, another training runs in it, or it holds files that
@@ -90,19 +79,25 @@ def on_main_process(arguments: TrainingArguments, work: Callable[[], None]) -> N
 
 
 def last_checkpoint(output_dir: str | Path) -> Path | None:
-    """Find the newest good checkpoint in a folder; half-written ones and those with NaN or ∞ are skipped.
+    """Find the newest good checkpoint in a folder, if any; half-written ones and those with NaN or ∞ are skipped."""
+    return next((path for path in reversed(checkpoints(output_dir)) if _is_good(path)), None)
 
-    Returns:
-        The folder of the checkpoint, or `None` if there is none.
+
+def checkpoint_to_resume(model: PreTrainedModel, arguments: TrainingArguments) -> Path:
+    """Find the last good checkpoint in `arguments.output_dir`, and check that it is of this model.
+
+    Raises:
+        ValueError: If there is none, or it is of another model.
     """
-    newest_first = reversed(sort_checkpoints(str(output_dir)))
-    return next((path for path in map(Path, newest_first) if _is_good(path)), None)
-
-
-def newer_checkpoints(checkpoint: Path) -> list[Path]:
-    """Return the checkpoints in the same folder that have a higher number, the newest first."""
-    newest_first = list(map(Path, sort_checkpoints(str(checkpoint.parent))))[::-1]
-    return newest_first[: newest_first.index(checkpoint)]
+    last = last_checkpoint(arguments.output_dir)
+    if last is None:
+        raise ValueError(
+            f"resume=True, but {arguments.output_dir} has no complete checkpoint with finite weights: start again "
+            "without it, in another output_dir or with overwrite=True (--overwrite)."
+        )
+    _check_same_model(model, last)
+    _check_shapes(model, last)
+    return last
 
 
 def checkpoints(output_dir: str | Path) -> list[Path]:
@@ -122,7 +117,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
-def weight_files(checkpoint: Path) -> set[Path]:
+def _weight_files(checkpoint: Path) -> set[Path]:
     """Return the safetensors files of a checkpoint, including missing ones that its index names."""
     files = set(checkpoint.glob("*.safetensors"))
     index = checkpoint / SAFE_WEIGHTS_INDEX_NAME
@@ -216,7 +211,7 @@ def _is_good(checkpoint: Path) -> bool:
     try:
         read_state(checkpoint)
         json.loads((checkpoint / CONFIG_NAME).read_bytes())
-        if not all(map(_is_finite, weight_files(checkpoint))):
+        if not all(map(_is_finite, _weight_files(checkpoint))):
             logger.warning("%s is skipped: not all of its weights are finite numbers.", checkpoint)
             return False
     except (OSError, ValueError, SafetensorError):
@@ -228,3 +223,31 @@ def _is_good(checkpoint: Path) -> bool:
 def _is_finite(weights: Path) -> bool:
     with safe_open(weights, framework="pt") as file:
         return all(bool(torch.isfinite(file.get_tensor(name)).all()) for name in file.keys())  # noqa: SIM118
+
+
+def _check_same_model(model: PreTrainedModel, checkpoint: Path) -> None:
+    # Weights of other positions or another attention pattern would fit, and train on without an error.
+    saved = json.loads((checkpoint / CONFIG_NAME).read_bytes())
+    given = json.loads(model.config.to_json_string())
+    names = {name for name in saved | given if saved.get(name) != given.get(name)} - _OF_TRANSFORMERS - _OF_TOKENIZER
+    if names:
+        changes = [f"{name} = {saved.get(name)!r}, not {given.get(name)!r}" for name in sorted(names)]
+        raise ValueError(f"The model is not the one of {checkpoint}, which has {'; '.join(changes)}.")
+
+
+def _check_shapes(model: PreTrainedModel, checkpoint: Path) -> None:
+    """Compare the weights with what the config promises; the Trainer would silently skip those that are missing."""
+    expected = {name: list(weight.shape) for name, weight in model.state_dict().items()}
+    saved: dict[str, list[int]] = {}
+    for weights in _weight_files(checkpoint):
+        with safe_open(weights, framework="pt") as file:
+            saved |= {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+    wrong = {name for name in saved.keys() & expected.keys() if saved[name] != expected[name]}
+    if isinstance(model.config, LexConfig) and saved:
+        wrong |= expected.keys() - saved.keys() - {*(model.all_tied_weights_keys or {})}
+    if wrong:
+        name = min(wrong)
+        raise ValueError(
+            f"{checkpoint} does not hold the weights of its config.json: {name} has the shape {saved.get(name)}, not "
+            f"{expected[name]}. Remove that folder, and resume from the checkpoint before it."
+        )

@@ -9,78 +9,37 @@ where it resumes.
 """
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import pyarrow as pa  # type: ignore[import-untyped]
-import pyarrow.compute as pc  # type: ignore[import-untyped]
 from datasets import Dataset
-from transformers import (
-    PreTrainedTokenizerBase,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 from transformers.utils import logging
 
 from lex_hf.data.streaming import PackedStream
 from lex_hf.records import content_hash
+from lex_hf.training.arguments import examples_per_step
+from lex_hf.training.recipe_files import SCHEDULE
 from lex_hf.training.run_folder import read_state
 
 logger = logging.get_logger(__name__)
 
-# Fields of TrainingArguments that say where, how often and how fast, or how a step is divided between devices.
-_FREE = (
-    "output_dir",
-    "*eval_*",
-    "*full_eval",
-    "logging_*",
-    "log_*",
-    "save_*",
-    "do_*",
-    "hub_*",
-    "push_to_hub",
-    "trackio_*",
-    "ddp_*",
-    "include_*",
-    "gradient_*",
-    "activation_*",
-    "per_device_*",
-    "dataloader_num_workers",
-    "dataloader_p*",
-    "dataloader_multiprocessing_context",
-    "auto_find_batch_size",
-    "debug",
-    "disable_tqdm",
-    "enable_jit_checkpoint",
-    "ignore_data_skip",
-    "label_names",
-    "length_column_name",
-    "local_rank",
-    "prediction_loss_only",
-    "project",
-    "remove_unused_columns",
-    "report_to",
-    "restore_callback_states_from_checkpoint",
-    "resume_from_checkpoint",
-    "run_name",
-    "skip_memory_metrics",
-    "torch_empty_cache_steps",
-    "use_cache",
-    "use_cpu",
-)
+# Fields of TrainingArguments that change no result: where to, how often, how fast, and how a step is divided.
+_WHERE = ("output_dir", "run_name", "project", "report_to", "*hub*", "trackio_*", "log*", "disable_tqdm", "debug")
+_HOW_OFTEN = ("*eval*", "save_*", "do_*", "include_*", "prediction_loss_only", "label_names", "skip_memory_metrics")
+_HOW_FAST = ("use_cache", "use_cpu", "torch_empty_cache_steps", "dataloader_num_workers", "dataloader_p*")
+_LOADING = ("dataloader_multiprocessing_context", "length_column_name", "remove_unused_columns")
+_DIVISION = ("per_device_*", "gradient_*", "activation_*", "ddp_*", "local_rank", "auto_find_batch_size")
+_RESUMING = ("*_from_checkpoint", "ignore_data_skip", "enable_jit_checkpoint")
+_FREE = (*_WHERE, *_HOW_OFTEN, *_HOW_FAST, *_LOADING, *_DIVISION, *_RESUMING)
 # The state of these in a checkpoint fits nothing else.
 _FIXED = ("optim", "optim_args", "optim_target_modules", "fsdp", "fsdp_config", "deepspeed")
 # Schedules that derive the learning rate from the losses, not from the step.
 _OF_LOSSES = ("reduce_lr_on_plateau", "greedy")
-_OF_SCHEDULE = ("learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs")
-_ROWS_AT_ONCE = 1000
 _NO_RECORD = (
     "%s has no record of its settings: it was written by lex-hf 0.1.0. Whether data, tokenizer, seed, learning rate, "
     "number of steps and the other settings are the same cannot be checked; those given now apply from here on."
@@ -89,18 +48,11 @@ _NO_RECORD = (
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that was changed when a training was resumed.
+    """A setting that was changed when a training was resumed."""
 
-    Attributes:
-        step: Steps taken before; the new value applies from the next one on.
-        name: Name of the setting, e.g. `learning_rate`; `"all"` where a checkpoint had no record of its settings.
-        was: The value until then; `None` if it is not known.
-        now: The value from then on.
-    """
-
-    step: int
-    name: str
-    was: Any
+    step: int  # steps taken before; the new value applies from the next one on
+    name: str  # e.g. `learning_rate`; `"all"` where a checkpoint had no record of its settings
+    was: Any  # the value until then; `None` if it is not known
     now: Any
 
     def __str__(self) -> str:
@@ -112,53 +64,67 @@ class Change:
 class RunRecord(TrainerCallback, ExportableState):
     """The settings of a training, and when they were changed; every checkpoint keeps it in its state file.
 
+    Its `data` are the settings of a stream as `data.NAME`, or a description of the examples as `data`.
+
     Attributes:
-        settings: Values by name, as JSON has them.
-        changes: Changes at earlier resumptions, the oldest first.
+        settings: All settings that change the result of the training, as JSON has them.
+        changes: Changes when it was resumed, the oldest first.
     """
 
-    def __init__(self, settings: Mapping[str, Any], changes: Collection[Change] = ()) -> None:
-        self.settings = dict(settings)
-        self.changes = list(changes)
+    def __init__(
+        self, arguments: TrainingArguments, tokenizer: PreTrainedTokenizerBase, data: Mapping[str, Any]
+    ) -> None:
+        values = {
+            name: value
+            for name, value in arguments.to_dict().items()
+            if not any(fnmatchcase(name, pattern) for pattern in _FREE)
+        }
+        values.pop("num_train_epochs" if arguments.max_steps > 0 else "max_steps")
+        values |= {"examples_per_step": examples_per_step(arguments), "tokenizer": _tokenizer_digest(tokenizer)}
+        self.settings: dict[str, Any] = json.loads(json.dumps({**values, **data}, default=str))
+        self.changes: list[Change] = []
 
     def state(self) -> dict[str, Any]:
         """Return the entry for the state file of a checkpoint."""
         changes = [asdict(change) for change in self.changes]
         return {"args": {}, "attributes": {"settings": self.settings, "changes": changes}}
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Let a resumed training save its record, and log, save and evaluate as often as its arguments say now."""
         # The Trainer takes both from the checkpoint, and fails where that has no such entry.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         state.compute_steps(args, state.max_steps)
 
-    def resumed(
-        self, checkpoint: Path, of_stream: Mapping[str, tuple[Any, Any]], allowed: Collection[str]
-    ) -> "RunRecord":
-        """Compare with a checkpoint; return the record of the training that resumes from it.
-
-        Args:
-            checkpoint: The checkpoint.
-            of_stream: Differences in the data of a stream, `(was, now)` by name.
-            allowed: Names of settings that may differ.
+    def resume(self, checkpoint: Path, dataset: Dataset | PackedStream, allowed: Collection[str]) -> None:
+        """Compare with the checkpoint to resume from, note what changed, and move a stream to its position there.
 
         Raises:
-            ValueError: If a setting differs and is not allowed to, or cannot differ; the message lists all of them.
+            ValueError: If a setting differs that is not among those `allowed` to, or that cannot; the message lists
+                all of them. If the checkpoint has more steps than the training.
         """
         state = read_state(checkpoint)
-        kept = state["stateful_callbacks"].get(type(self).__name__)
-        step, found = int(state["global_step"]), dict(of_stream)
-        if kept is None:
-            logger.warning(_NO_RECORD, checkpoint)
-            earlier = [Change(step, "all", None, "as given")]
+        step, kept = int(state["global_step"]), state["stateful_callbacks"]
+        position = kept.get(_StreamPosition.__name__)
+        if isinstance(dataset, PackedStream) != (position is not None):
+            raise ValueError(f"{checkpoint} is of a training {'without' if position is None else 'with'} streaming.")
+        if self.settings.get("max_steps", step) < step:
+            raise ValueError(f"max_steps = {self.settings['max_steps']}: {checkpoint} has {step} steps already.")
+        of_stream = {}
+        if isinstance(dataset, PackedStream):
+            of_stream = dataset.differences(position["attributes"]["position"])
+        found = {f"data.{name}": values for name, values in of_stream.items()}
+        if type(self).__name__ in kept:
+            before = kept[type(self).__name__]["attributes"]
+            self.changes = [Change(**change) for change in before["changes"]]
+            found |= _differences(before["settings"], self.settings)
         else:
-            earlier = [Change(**change) for change in kept["attributes"]["changes"]]
-            found |= _differences(kept["attributes"]["settings"], self.settings)
+            logger.warning(_NO_RECORD, checkpoint)
+            self.changes = [Change(step, "all", None, "as given")]
         changes = [Change(step, name, was, now) for name, (was, now) in found.items()]
         self._check(changes, checkpoint, allowed)
-        return RunRecord(self.settings, [*earlier, *changes])
+        self.changes += changes
+        if isinstance(dataset, PackedStream) and not of_stream:
+            dataset.go_to(position["attributes"]["position"])
 
     def _check(self, changes: list[Change], checkpoint: Path, allowed: Collection[str]) -> None:
         known = {*self.settings, *(change.name for change in changes)}
@@ -181,96 +147,23 @@ class RunRecord(TrainerCallback, ExportableState):
         )
 
 
-def settings_of(
-    arguments: TrainingArguments, tokenizer: PreTrainedTokenizerBase, data: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return all settings that change the result of a training, as JSON has them.
-
-    Args:
-        arguments: Those of the training.
-        tokenizer: Its tokenizer.
-        data: The result of [`data_settings`].
-    """
-    values = {
-        name: value
-        for name, value in arguments.to_dict().items()
-        if not any(fnmatchcase(name, pattern) for pattern in _FREE)
-    }
-    values.pop("num_train_epochs" if arguments.max_steps > 0 else "max_steps")
-    examples = arguments.train_batch_size * arguments.world_size * arguments.gradient_accumulation_steps
-    values |= {"examples_per_step": examples, "tokenizer": _tokenizer_digest(tokenizer), **data}
-    result: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    return result
+def stream_position(stream: PackedStream, arguments: TrainingArguments) -> TrainerCallback:
+    """Make the callback that reports consumed examples to a stream, and saves its position in every checkpoint."""
+    return _StreamPosition(stream, examples_per_step(arguments))
 
 
-def data_settings(dataset: Dataset | PackedStream, vocab_size: int) -> dict[str, Any]:
-    """Describe the data of a training: the settings of a stream, or the content of examples.
+class _StreamPosition(TrainerCallback, ExportableState):
+    """Position in a stream; checkpoints hold it under the name of this class."""
 
-    Raises:
-        ValueError: If the examples are not of equal length, or hold ids that are not tokens of the model.
-    """
-    if isinstance(dataset, PackedStream):
-        return {f"data.{name}": value for name, value in dataset.settings.items()}
-    return {"data": check_examples(dataset, vocab_size)}
+    def __init__(self, stream: PackedStream, examples_per_step: int) -> None:
+        self.stream = stream
+        self.examples_per_step = examples_per_step
 
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.stream.consume(self.examples_per_step)
 
-def check_examples(dataset: Dataset, vocab_size: int) -> str:
-    """Read all examples once; return their number, length and a hash of their content.
-
-    Args:
-        dataset: Examples in the column `input_ids`, and perhaps `position_ids`.
-        vocab_size: Number of ids that the model knows.
-
-    Raises:
-        ValueError: If there are none, they are not of equal length of at least 2, or an id is out of range.
-    """
-    if "input_ids" not in dataset.column_names:
-        raise ValueError(
-            f"The dataset has the columns {dataset.column_names}, not 'input_ids': make examples with "
-            "lex_hf.data.pack."
-        )
-    if len(dataset) == 0:
-        raise ValueError("The dataset has no examples.")
-    columns = [name for name in ("input_ids", "position_ids") if name in dataset.column_names]
-    length = len(dataset[0]["input_ids"])
-    digest = content_hash(_checked(dataset.select_columns(columns), length, vocab_size))
-    return f"{len(dataset)} examples of {length} tokens, {digest}"
-
-
-def _checked(dataset: Dataset, length: int, vocab_size: int) -> Iterator[bytes]:
-    """Yield the content of all columns, some rows at a time."""
-    for table in dataset.with_format("arrow").iter(_ROWS_AT_ONCE):
-        for name in dataset.column_names:
-            values = _numbers(table[name], name, length)
-            if name == "input_ids":
-                _check_ids(values, vocab_size)
-            yield values.tobytes()
-
-
-def _numbers(column: pa.ChunkedArray, name: str, length: int) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """Return the values of rows of equal length, joined."""
-    try:
-        lengths = pc.unique(pc.list_value_length(column)).to_pylist()
-        flat = np.concatenate([np.asarray(chunk.flatten()) for chunk in column.chunks])
-    except (pa.ArrowException, NotImplementedError) as error:
-        raise ValueError(f"The column {name!r} must hold lists of whole numbers: {error}.") from error
-    if lengths != [length] or length < 2:
-        raise ValueError(
-            f"The examples must be of equal length, at least 2 tokens; {name!r} has rows of "
-            f"{', '.join(map(str, sorted({length, *lengths}, key=str)))}."
-        )
-    if flat.dtype.kind not in "iu":
-        raise ValueError(f"The column {name!r} must hold whole numbers, not {flat.dtype}.")
-    return flat.astype("<i4")
-
-
-def _check_ids(ids: np.ndarray[Any, np.dtype[np.int32]], vocab_size: int) -> None:
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(
-            f"The examples hold the token {low if low < 0 else high}, but the model has the tokens 0 to "
-            f"{vocab_size - 1}: they were made with another tokenizer."
-        )
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"position": self.stream.state_dict()}}
 
 
 def _tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -289,7 +182,7 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tu
 def _check_possible(changes: list[Change], checkpoint: Path, schedule: str) -> None:
     """Refuse changes that would not take effect, even if they are allowed."""
     for change in changes:
-        follows_losses = change.name in _OF_SCHEDULE and (schedule in _OF_LOSSES or change.was in _OF_LOSSES)
+        follows_losses = change.name in SCHEDULE and (schedule in _OF_LOSSES or change.was in _OF_LOSSES)
         if change.name in _FIXED or follows_losses:
             raise ValueError(
                 f"{change.name}: was {change.was!r}, now {change.now!r}. It cannot be changed by resuming, for the "

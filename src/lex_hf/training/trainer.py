@@ -5,32 +5,25 @@ import shutil
 import signal
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils.memory import should_reduce_batch_size
 from datasets import Dataset
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.trainer import TRAINING_ARGS_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
 from transformers.utils import logging
 
+from lex_hf.data.packing import check_examples
 from lex_hf.data.streaming import PackedStream
+from lex_hf.data.tokenizers import check_vocabulary
 from lex_hf.training.arguments import check_arguments, check_streaming
-from lex_hf.training.divergence import Divergence
 from lex_hf.training.interruption import Interruption, NothingLeft, TrainingInterrupted
-from lex_hf.training.lex_trainer import GivenHyperparameters, LexTrainer, as_tensors, collate, removed_on_failure
-from lex_hf.training.resumption import checkpoint_to_resume, resumed, stream_position
-from lex_hf.training.run_folder import checkpoints, claimed, newer_checkpoints, on_main_process, replace_model
-from lex_hf.training.run_record import Change, RunRecord, check_examples, data_settings, settings_of
+from lex_hf.training.lex_trainer import LexTrainer, as_tensors, collate, removed_on_failure
+from lex_hf.training.run_folder import checkpoint_to_resume, checkpoints, claimed, on_main_process, replace_model
+from lex_hf.training.run_record import Change, RunRecord, stream_position
 
 logger = logging.get_logger(__name__)
 
@@ -110,35 +103,30 @@ def train(
     """
     check_arguments(arguments, resume, allow_changes)
     with claimed(arguments, resume=resume, overwrite=overwrite):
-        _check_vocabulary(model, tokenizer)
-        record = RunRecord(settings_of(arguments, tokenizer, _check_data(model, dataset, arguments, eval_dataset)))
+        check_vocabulary(tokenizer, model.config.vocab_size)
+        data = _check_data(dataset, arguments, eval_dataset, model.config.vocab_size)
+        record = RunRecord(arguments, tokenizer, data)
         checkpoint = checkpoint_to_resume(model, arguments) if resume else None
         if checkpoint is not None:
-            record = resumed(record, checkpoint, dataset, arguments, allow_changes)
-        with _available():
+            record.resume(checkpoint, dataset, allow_changes)
+        with _available(ImportError, RuntimeError):
             trainer = _build_trainer(model, tokenizer, dataset, arguments, eval_dataset, record)
             Trainer.get_optimizer_cls_and_kwargs(arguments, model)
+        trainer.on_save = partial(on_save or (lambda changes: None), record.changes)
         on_main_process(arguments, lambda: _clear(arguments, checkpoint))
-        return _run(trainer, checkpoint, record, on_save or (lambda changes: None))
-
-
-def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    size = model.config.vocab_size
-    if len(tokenizer) > size:
-        raise ValueError(f"The tokenizer has {len(tokenizer)} tokens, but the model vocab_size = {size}.")
+        _run(trainer, checkpoint)
+        return _result(trainer, record)
 
 
 def _check_data(
-    model: PreTrainedModel,
-    dataset: Dataset | PackedStream,
-    arguments: TrainingArguments,
-    eval_dataset: Dataset | None,
+    dataset: Dataset | PackedStream, arguments: TrainingArguments, eval_dataset: Dataset | None, size: int
 ) -> dict[str, Any]:
-    """Check all data; return the settings of those to train on."""
-    size = model.config.vocab_size
+    """Check all data; return the settings of those to train on: of a stream, or the content of examples."""
     if isinstance(dataset, PackedStream):
         check_streaming(arguments)
-    settings = data_settings(dataset, size)
+        settings = {f"data.{name}": value for name, value in dataset.settings.items()}
+    else:
+        settings = {"data": check_examples(dataset, size)}
     if eval_dataset is not None:
         check_examples(eval_dataset, size)
         if arguments.eval_strategy == IntervalStrategy.NO:
@@ -153,11 +141,14 @@ def _build_trainer(
     arguments: TrainingArguments,
     eval_dataset: Dataset | None,
     record: RunRecord,
-) -> Trainer:
+) -> LexTrainer:
     use_cache = model.config.use_cache
     is_stream = isinstance(dataset, PackedStream)
-    # The Trainer would read a stream from its first document to the position where it resumes.
-    added = {"include_num_input_tokens_seen": "all"} | ({"ignore_data_skip": True} if is_stream else {})
+    added: dict[str, Any] = {"include_num_input_tokens_seen": "all"}
+    if is_stream:
+        # The Trainer would read a stream from its first document to the position where it resumes. No other process
+        # reads it, which could persist.
+        added |= {"ignore_data_skip": True, "dataloader_persistent_workers": False}
     trainer = LexTrainer(
         model=model,
         args=replace(arguments, **added),
@@ -165,70 +156,51 @@ def _build_trainer(
         train_dataset=dataset if is_stream else as_tensors(dataset),
         eval_dataset=eval_dataset and as_tensors(eval_dataset),
         processing_class=tokenizer,
+        callbacks=[*([stream_position(dataset, arguments)] if is_stream else []), record],
     )
-    if is_stream:
-        trainer.add_callback(stream_position(dataset, arguments))
-    for callback in (record, GivenHyperparameters(trainer), Divergence()):
-        trainer.add_callback(callback)
     # Trainer turns the cache off in the config, and would save that; `compute_loss` does so for training alone.
     model.config.use_cache = use_cache
     return trainer
 
 
 @contextlib.contextmanager
-def _available() -> Iterator[None]:
-    """Say before the first step which package or device an argument needs and does not find."""
+def _available(*errors: type[Exception]) -> Iterator[None]:
+    """Say which package or device an argument needs and does not find."""
     try:
         yield
-    except (ImportError, RuntimeError, NotImplementedError) as error:
+    except errors as error:
         raise ValueError(f"An argument needs what is not available here: {error}") from error
 
 
 def _clear(arguments: TrainingArguments, checkpoint: Path | None) -> None:
     """Remove checkpoints that are not of this training; a later one would be taken for its last."""
+    found = checkpoints(arguments.output_dir)
     # The Trainer deletes old checkpoints by age or number: it could keep a broken one and delete the good one.
-    for other in checkpoints(arguments.output_dir) if checkpoint is None else newer_checkpoints(checkpoint):
+    for other in found if checkpoint is None else found[found.index(checkpoint) + 1 :]:
         logger.warning("Removing %s, which is %s.", other, "replaced" if checkpoint is None else "incomplete")
         shutil.rmtree(other)
 
 
-def _run(
-    trainer: Trainer, checkpoint: Path | None, record: RunRecord, on_save: Callable[[list[Change]], None]
-) -> TrainingResult:
+def _run(trainer: LexTrainer, checkpoint: Path | None) -> None:
     interruption = Interruption(trainer.accelerator)
     trainer.add_callback(interruption)
-    trainer.add_callback(_Saved(lambda: on_save(record.changes)))
-    with interruption.listening(), contextlib.suppress(NothingLeft), _explained(trainer.args):
+    # Some packages are imported with the first step.
+    with interruption.listening(), contextlib.suppress(NothingLeft), _available(ImportError), _fitting(trainer.args):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     state = trainer.state
     if interruption.stopped:
         last = Path(trainer.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         raise TrainingInterrupted(last, state.global_step, state.max_steps)
-    _save_model(trainer, lambda: on_save(record.changes))
+    _save_model(trainer)
     if interruption.signal is not None:
         signal.raise_signal(interruption.signal)  # It came after the last step: the work is done, pass it on.
-    return _result(trainer, record)
-
-
-class _Saved(TrainerCallback):
-    """Calls the caller back after each checkpoint."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self.call = call
-
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Call, in the main process."""
-        if state.is_world_process_zero:
-            self.call()
 
 
 @contextlib.contextmanager
-def _explained(arguments: TrainingArguments) -> Iterator[None]:
-    """Say what to do about a batch that is too large, and about packages that are imported with the first step."""
+def _fitting(arguments: TrainingArguments) -> Iterator[None]:
+    """Say what to do about a batch that is too large."""
     try:
         yield
-    except ImportError as error:
-        raise ValueError(f"An argument needs what is not available here: {error}") from error
     except RuntimeError as error:
         if not should_reduce_batch_size(error):
             raise
@@ -239,7 +211,7 @@ def _explained(arguments: TrainingArguments) -> Iterator[None]:
         ) from error
 
 
-def _save_model(trainer: Trainer, on_save: Callable[[], None]) -> None:
+def _save_model(trainer: LexTrainer) -> None:
     folder = Path(trainer.args.output_dir)
     staging = folder / ".saving"
     is_main = trainer.is_world_process_zero()
@@ -251,7 +223,7 @@ def _save_model(trainer: Trainer, on_save: Callable[[], None]) -> None:
             return
         # A pickle of the arguments: of use in a checkpoint only, and nothing to publish with a model.
         (staging / TRAINING_ARGS_NAME).unlink()
-        on_save()
+        trainer.on_save()
         replace_model(folder, staging)
 
 
