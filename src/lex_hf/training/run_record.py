@@ -29,13 +29,14 @@ from lex_hf.training.run_folder import read_state
 logger = logging.get_logger(__name__)
 
 # Fields of TrainingArguments that change no result: where to, how often, how fast, and how a step is divided.
-_WHERE = ("output_dir", "run_name", "project", "report_to", "*hub*", "trackio_*", "log*", "disable_tqdm", "debug")
-_HOW_OFTEN = ("*eval*", "save_*", "do_*", "include_*", "prediction_loss_only", "label_names", "skip_memory_metrics")
-_HOW_FAST = ("use_cache", "use_cpu", "torch_empty_cache_steps", "dataloader_num_workers", "dataloader_p*")
-_LOADING = ("dataloader_multiprocessing_context", "length_column_name", "remove_unused_columns")
-_DIVISION = ("per_device_*", "gradient_*", "activation_*", "ddp_*", "local_rank", "auto_find_batch_size")
-_RESUMING = ("*_from_checkpoint", "ignore_data_skip", "enable_jit_checkpoint")
-_FREE = (*_WHERE, *_HOW_OFTEN, *_HOW_FAST, *_LOADING, *_DIVISION, *_RESUMING)
+_OUTPUT = ("output_dir", "run_name", "project", "report_to", "*hub*", "trackio_*", "log*", "disable_tqdm", "debug")
+_EVALUATION = ("*eval*", "do_*", "include_*", "prediction_loss_only", "skip_memory_metrics")
+_SAVING = ("save_*", "*_from_checkpoint", "ignore_data_skip", "enable_jit_checkpoint")
+_COLUMNS = ("label_names", "length_column_name", "remove_unused_columns")
+_PROCESSES = ("local_rank", "ddp_*", "dataloader_num_workers", "dataloader_p*", "dataloader_multiprocessing_context")
+_DEVICES = ("use_cpu", "use_cache", "torch_empty_cache_steps", "auto_find_batch_size", "per_device_*")
+_DIVISION = ("gradient_*", "activation_*", *_PROCESSES, *_DEVICES)
+_FREE = (*_OUTPUT, *_EVALUATION, *_SAVING, *_COLUMNS, *_DIVISION)
 # The state of these in a checkpoint fits nothing else.
 _FIXED = ("optim", "optim_args", "optim_target_modules", "fsdp", "fsdp_config", "deepspeed")
 # Schedules that derive the learning rate from the losses, not from the step.
