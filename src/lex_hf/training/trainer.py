@@ -27,6 +27,8 @@ from lex_hf.training.run_record import Change, RunRecord, stream_position
 
 logger = logging.get_logger(__name__)
 
+_IN_THIS_PROCESS = {"dataloader_persistent_workers": False, "dataloader_multiprocessing_context": None}
+
 
 @dataclass(frozen=True)
 class TrainingResult:
@@ -146,9 +148,8 @@ def _build_trainer(
     is_stream = isinstance(dataset, PackedStream)
     added: dict[str, Any] = {"include_num_input_tokens_seen": "all"}
     if is_stream:
-        # The Trainer would read a stream from its first document to the position where it resumes. No other process
-        # reads it, which could persist.
-        added |= {"ignore_data_skip": True, "dataloader_persistent_workers": False}
+        # The Trainer would read a stream from its first document to the position where it resumes.
+        added |= {"ignore_data_skip": True, **_IN_THIS_PROCESS}
     trainer = LexTrainer(
         model=model,
         args=replace(arguments, **added),
