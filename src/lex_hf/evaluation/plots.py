@@ -1,6 +1,7 @@
 """Figures of measurements; drawn without a display, readable in print and without colour vision.
 
-Infinite values and NaN cannot be drawn: the rest is, and the legend names what is missing.
+Infinite values and NaN cannot be drawn: the rest is, and the legend names what is missing. A title should say what the
+texts are, or the curves or heads.
 """
 
 import math
@@ -38,7 +39,7 @@ _ORDERED = "cividis"
 
 
 class LayerResolutions(Protocol):
-    """The part of a result of `measure_resolution` that compares systems."""
+    """The part of a result of `measure_resolution` that is drawn."""
 
     @property
     def by_layer(self) -> Sequence[float]:
@@ -47,10 +48,6 @@ class LayerResolutions(Protocol):
     @property
     def mean(self) -> float:
         """Mean of `by_layer`."""
-
-
-class LayerCurves(LayerResolutions, Protocol):
-    """The part of a result of `measure_resolution` that shows one system."""
 
     @property
     def curves(self) -> Sequence[Tensor]:
@@ -111,11 +108,7 @@ def perplexity_by_length(
                 lower, upper = zip(*bands[system].values(), strict=True)
                 axes.fill_between(list(bands[system]), lower, upper, color=style["color"], alpha=0.2, linewidth=0)
         axes.axvline(training_length, color="0.6", linewidth=1, zorder=1)
-        lengths = sorted({length for curve in curves.values() for length in curve})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(lengths, [str(length) for length in lengths])
-        axes.set(xlabel="Length of the text (tokens)", ylabel="Perplexity")
-        axes.grid(visible=True, which="both", color="0.92")
+        _length_axis(axes, curves.values())
     whole.set(title="all of it")
     _log_perplexity(whole, curves.values())
     _as_written(whole.legend())
@@ -124,6 +117,14 @@ def perplexity_by_length(
     _show_lower_end(close, [_finite(curve) for curve in curves.values()], ends)
     _mark_training_length(close, training_length)
     return figure
+
+
+def _length_axis(axes: Axes, curves: Iterable[Mapping[int, float]]) -> None:
+    lengths = sorted(set[int]().union(*curves))
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(lengths, [str(length) for length in lengths])
+    axes.set(xlabel="Length of the text (tokens)", ylabel="Perplexity")
+    axes.grid(visible=True, which="both", color="0.92")
 
 
 def _log_perplexity(axes: Axes, curves: Iterable[Mapping[int, float]]) -> None:
@@ -159,26 +160,20 @@ def perplexity_by_scheme(
     colours = dict(zip(schemes, cycle(style["color"] for style in STYLES), strict=False))
     for axes, (pattern, curves) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
         for place, (scheme, curve) in enumerate(curves.items()):
-            line = {
-                "color": colours[scheme],
-                "marker": markers[scheme],
-                "linestyle": "-" if place < len(STYLES) else "--",
-            }
+            line = {"color": colours[scheme], "marker": markers[scheme]}
+            line["linestyle"] = "-" if place < len(STYLES) else "--"
             label = _label(scheme, _everywhere(panels, scheme))
             axes.plot(list(curve), _heights(curve), label=label, markersize=5, **line)
-        ticks = sorted({each for curve in curves.values() for each in curve})
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, [str(tick) for tick in ticks])
-        axes.set(title=pattern, xlabel="Length of the text (tokens)", ylabel="Perplexity")
+        axes.set(title=pattern)
+        _length_axis(axes, curves.values())
         _log_perplexity(axes, curves.values())
-        axes.grid(visible=True, which="both", color="0.92")
-        axes.axvline(length, color="0.6", linewidth=1, zorder=0)
+        axes.axvline(length, color="0.6", linewidth=1, zorder=1)
     _mark_training_length(axes, length)
-    named = [pair for each in figure.axes for pair in zip(*each.get_legend_handles_labels(), strict=True)]
-    lines = {label: line for line, label in reversed(named)}
-    labels = list(dict.fromkeys(label for _, label in named))
-    handles = [lines[label] for label in labels]
-    _as_written(figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False))
+    named: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            named.setdefault(label, handle)
+    _legend_below(figure, handles=named.values(), labels=named, ncols=5)
     return figure
 
 
@@ -196,9 +191,7 @@ def attention_expectation(curves: Mapping[str, Tensor], *, title: str, training_
         title: Title; say what the curves are of.
         training_length: `l`, marked by a line, if given.
     """
-    figure, axes = _single(title)
-    _draw_by_distance(axes, curves)
-    axes.set(ylabel="Expected attention score s[n]")
+    figure, axes = _by_distance(title, curves, "Expected attention score s[n]")
     if training_length is not None:
         axes.axvline(training_length, color="0.6", linewidth=1, zorder=1)
         _mark_training_length(axes, training_length)
@@ -206,58 +199,43 @@ def attention_expectation(curves: Mapping[str, Tensor], *, title: str, training_
     return figure
 
 
-def resolution(result: LayerCurves) -> Figure:
-    """Draw the score by distance and the attention resolution of each layer of one model.
-
-    Args:
-        result: A result of `measure_resolution`.
-    """
-    numbers = range(1, len(result.curves) + 1)
-    layers = dict(zip(numbers, result.by_layer, strict=True))
+def resolution(result: LayerResolutions) -> Figure:
+    """Draw a result of `measure_resolution`: the score by distance and the attention resolution of each layer."""
+    layers = dict(enumerate(result.by_layer, start=1))
     title = f"Attention resolution, texts of {result.length} tokens: mean over layers {result.mean:.3g}"
     figure = _figure((10, 4.3), _label(title, layers))
     by_distance, by_layer = figure.subplots(1, 2)
-    scale = ScalarMappable(Normalize(1, max(2, len(result.curves))), _ORDERED)
-    shades = scale.to_rgba(np.array(numbers))
+    scale = ScalarMappable(Normalize(1, max(2, len(layers))), _ORDERED)
+    shades = scale.to_rgba(np.array([*layers]))
     for shade, curve in zip(shades, result.curves, strict=True):
         by_distance.plot(curve.numpy(), color=shade, linewidth=1)
     by_distance.set(xlabel="Distance n (tokens)", ylabel="Mean attention score s[n]")
     by_distance.grid(visible=True, color="0.92")
-    figure.colorbar(scale, ax=by_distance, label="Layer", ticks=_whole_numbers(len(numbers)))
-    by_layer.bar(numbers, _heights(layers), color=shades)
-    _layer_axis(by_layer, len(numbers))
+    figure.colorbar(scale, ax=by_distance, label="Layer", ticks=_whole_numbers(len(layers)))
+    by_layer.bar(list(layers), _heights(layers), color=shades)
+    _layer_axis(by_layer, len(layers))
     return figure
 
 
 def resolution_by_layer(results: Mapping[str, LayerResolutions], *, title: str) -> Figure:
-    """Draw the attention resolution of each layer, one line for each system, e.g. with and without BCA.
-
-    Args:
-        results: For each system, the result of `measure_resolution`.
-        title: Title; say what the texts are.
-    """
+    """Draw results of `measure_resolution`: R of each layer, one line for each system, e.g. with and without BCA."""
     figure, axes = _single(title)
     for system, result, style in _styled(results):
-        numbers = range(1, len(result.by_layer) + 1)
-        label = _label(f"{system} (mean {result.mean:.3g})", dict(zip(numbers, result.by_layer, strict=True)))
-        axes.plot(numbers, result.by_layer, label=label, markersize=5, **style)
+        layers = dict(enumerate(result.by_layer, start=1))
+        label = _label(f"{system} (mean {result.mean:.3g})", layers)
+        axes.plot(list(layers), result.by_layer, label=label, markersize=5, **style)
     _layer_axis(axes, max(len(result.by_layer) for result in results.values()))
     _legend_below(figure)
     return figure
 
 
 def receptive_fields(fields: Mapping[str, CumulativeGradient], *, title: str) -> Figure:
-    """Draw cumulative normalised gradients with their thresholds and ERFs (Sandwich paper, Figures 4 to 7 and 11).
-
-    Args:
-        fields: For each system, the result of `receptive_field`.
-        title: Title; say what the texts are.
-    """
+    """Draw results of `receptive_field`, with thresholds and ERFs (Sandwich paper, Figures 4 to 7 and 11)."""
     figure, axes = _single(title)
     for system, field, style in _styled(fields):
         tokens = range(1, len(field.cumulative) + 1)
         line = style | {"marker": None}
-        label = _label(f"{system}: ERF {field.erf} tokens", _points(field.cumulative, first=1))
+        label = _label(f"{system}: ERF {field.erf} tokens", dict(enumerate(field.cumulative.tolist(), start=1)))
         axes.plot(tokens, field.cumulative.numpy(), label=label, **line)
         at_erf = field.cumulative[field.erf - 1].item()
         axes.vlines(field.erf, 0, at_erf, color=style["color"], linewidth=1)
@@ -302,8 +280,7 @@ def bias_by_distance(biases: Mapping[str, Tensor], *, title: str, fit: bool = Fa
         title: Title; name the heads and settings.
         fit: Whether to draw the logarithmic curve nearest to each; see [`logarithmic_fit`].
     """
-    figure, axes = _single(title)
-    _draw_by_distance(axes, biases)
+    figure, axes = _by_distance(title, biases, "Added to the attention score")
     for bias in biases.values() if fit else ():
         if bias.isfinite().sum() < _POINTS_OF_A_FIT:
             continue
@@ -311,7 +288,6 @@ def bias_by_distance(biases: Mapping[str, Tensor], *, title: str, fit: bool = Fa
         sign = "-" if offset < 0 else "+"
         curve = slope * torch.arange(len(bias)).log1p() + offset
         axes.plot(curve.numpy(), color="black", linewidth=1, label=f"{slope:.3f} log(1 + n) {sign} {abs(offset):.3f}")
-    axes.set(ylabel="Added to the attention score")
     _legend_below(figure)
     return figure
 
@@ -349,11 +325,14 @@ def attention_patterns(config: LexConfig, length: int) -> Figure:
         shades = ListedColormap(list(_AGES.values()))
         shown = age.double().masked_fill(~seen, torch.nan).numpy()
         axes.imshow(shown, cmap=shades, vmin=-0.5, vmax=len(_AGES) - 0.5, interpolation="nearest")
-        _grid_of_blocks(axes, length, block)
+        for border in range(block, length, block):
+            axes.axvline(border - 0.5, color="0.5", linewidth=0.6)
+            axes.axhline(border - 0.5, color="0.5", linewidth=0.6)
+        axes.set(xticks=range(0, length, block), yticks=range(0, length, block))
         axes.set(title=pattern if span is None else f"{pattern}, {_SPANS[pattern]} {span}")
         axes.set(xlabel="Key (position)", ylabel="Query (position)")
     handles = [Patch(facecolor=colour, label=name) for name, colour in _AGES.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=len(_AGES), frameon=False)
+    _legend_below(figure, handles=handles, ncols=len(_AGES))
     return figure
 
 
@@ -386,10 +365,6 @@ def _heights(values: Mapping[int, float]) -> list[float]:
     """The values, with NaN for those that cannot be drawn."""
     finite = _finite(values)
     return [finite.get(place, math.nan) for place in values]
-
-
-def _points(curve: Tensor, *, first: int = 0) -> dict[int, float]:
-    return dict(enumerate(curve.tolist(), start=first))
 
 
 def _label(name: str, curve: Mapping[int, float]) -> str:
@@ -425,11 +400,13 @@ def _single(title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _draw_by_distance(axes: Axes, curves: Mapping[str, Tensor]) -> None:
+def _by_distance(title: str, curves: Mapping[str, Tensor], ylabel: str) -> tuple[Figure, Axes]:
+    figure, axes = _single(title)
     for name, curve, style in _styled(curves):
-        label, every = _label(name, _points(curve)), max(1, len(curve) // 8)
+        label, every = _label(name, dict(enumerate(curve.tolist()))), max(1, len(curve) // 8)
         axes.plot(curve.cpu().numpy(), label=label, markersize=5, markevery=every, linewidth=1.2, **style)
-    axes.set(xlabel="Distance n (tokens)")
+    axes.set(xlabel="Distance n (tokens)", ylabel=ylabel)
+    return figure, axes
 
 
 def _layer_axis(axes: Axes, layers: int) -> None:
@@ -441,13 +418,6 @@ def _layer_axis(axes: Axes, layers: int) -> None:
 def _whole_numbers(last: int) -> Iterable[int]:
     """Up to a dozen ticks, starting at 1."""
     return range(1, last + 1, -(-last // 12))
-
-
-def _grid_of_blocks(axes: Axes, length: int, block: int) -> None:
-    for border in range(block, length, block):
-        axes.axvline(border - 0.5, color="0.5", linewidth=0.6)
-        axes.axhline(border - 0.5, color="0.5", linewidth=0.6)
-    axes.set(xticks=range(0, length, block), yticks=range(0, length, block))
 
 
 def _mark_training_length(axes: Axes, length: int) -> None:
@@ -462,6 +432,6 @@ def _mark_training_length(axes: Axes, length: int) -> None:
     )
 
 
-def _legend_below(figure: Figure) -> None:
+def _legend_below(figure: Figure, ncols: int = 2, **entries: Any) -> None:
     """Add a legend outside the axes, where it covers no curve."""
-    _as_written(figure.legend(loc="outside lower center", ncols=2, frameon=False))
+    _as_written(figure.legend(loc="outside lower center", ncols=ncols, frameon=False, **entries))
