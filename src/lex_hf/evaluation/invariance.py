@@ -57,8 +57,7 @@ def check_positions(
     """Measure order variance and translation invariance of a causal language model.
 
     Args:
-        model: Any causal language model of transformers; it runs in evaluation mode and is left
-            as it was.
+        model: Any causal language model of transformers; it runs in evaluation mode and is left as it was.
         input_ids: A text of at least 3 tokens, shape `(1, sequence)` or `(sequence,)`. Beyond two blocks it also shows
             what the attention pattern does.
         shift: Number of tokens of padding or text that are prepended or appended.
@@ -78,45 +77,37 @@ def check_positions(
         raise ValueError(f"tolerance = {tolerance}: it must be a finite number, at least 0.")
     ids = ids.to(model.device)
     generator, length = torch.Generator().manual_seed(seed), ids.shape[1]
-    order = torch.cat((torch.randperm(length - 1, generator=generator), torch.tensor([length - 1])))
+    order = torch.cat((torch.randperm(length - 1, generator=generator), torch.tensor([length - 1]))).to(ids.device)
     filler = ids[:, torch.randint(length, (shift,), generator=generator).to(ids.device)]
-    with evaluating(model), torch.inference_mode():
-        return _check(model, ids, filler, order.to(ids.device), tolerance)
-
-
-def _check(
-    model: PreTrainedModel, ids: torch.Tensor, filler: torch.Tensor, order: torch.Tensor, tolerance: float
-) -> PositionCheck:
-    """Compare the logits of a text with those of its permuted, padded and shifted versions."""
-    shift, length = filler.shape[1], ids.shape[1]
     real, padding = torch.ones_like(ids), torch.zeros_like(filler)
-    logits = _logits(model, ids)
-    left = _logits(model, torch.cat((filler, ids), dim=1), torch.cat((padding, real), dim=1))[:, shift:]
-    right = _logits(model, torch.cat((ids, filler), dim=1), torch.cat((real, padding), dim=1))[:, :length]
-    return PositionCheck(
-        order_variance=_difference(_logits(model, ids[:, order])[:, -1], logits[:, -1]),
-        left_padding=_difference(left, logits),
-        right_padding=_difference(right, logits),
-        shifted_positions=_unless_refused(model, ids, logits, torch.arange(shift, shift + length, device=ids.device)),
-        text_in_front=_unless_refused(model, torch.cat((filler, ids), dim=1), logits[:, -1:]),
-        shift=shift,
-        tolerance=tolerance,
-    )
+    in_front, behind = torch.cat((filler, ids), dim=1), torch.cat((ids, filler), dim=1)
+    shifted = torch.arange(shift, shift + length, device=ids.device)[None]
+    with evaluating(model), torch.inference_mode():
+        logits = _logits(model, ids)
+        permuted = _logits(model, ids[:, order])
+        left = _logits(model, in_front, attention_mask=torch.cat((padding, real), dim=1))
+        right = _logits(model, behind, attention_mask=torch.cat((real, padding), dim=1))
+        return PositionCheck(
+            order_variance=_difference(permuted[:, -1], logits[:, -1]),
+            left_padding=_difference(left[:, shift:], logits),
+            right_padding=_difference(right[:, :length], logits),
+            shifted_positions=_unless_refused(model, ids, logits, position_ids=shifted),
+            text_in_front=_unless_refused(model, in_front, logits[:, -1:]),
+            shift=shift,
+            tolerance=tolerance,
+        )
 
 
-def _logits(
-    model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None = None, positions: torch.Tensor | None = None
-) -> torch.Tensor:
-    given = {} if positions is None else {"position_ids": positions}
-    return model(input_ids=ids, attention_mask=mask, use_cache=False, **given).logits.double()
+def _logits(model: PreTrainedModel, ids: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
+    return model(input_ids=ids, use_cache=False, **options).logits.double()
 
 
 def _unless_refused(
-    model: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor, positions: torch.Tensor | None = None
+    model: PreTrainedModel, ids: torch.Tensor, expected: torch.Tensor, **options: torch.Tensor
 ) -> float | None:
     """Difference of the last logits; `None` if a table of positions is too short."""
     try:
-        logits = _logits(model, ids, positions=None if positions is None else positions[None])
+        logits = _logits(model, ids, **options)
     except (ValueError, IndexError):
         return None
     return _difference(logits[:, -expected.shape[1] :], expected)

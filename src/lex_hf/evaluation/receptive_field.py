@@ -210,16 +210,28 @@ def receptive_field(
         ValueError: If the shapes, the positions, the threshold or the batch size are impossible, the model does not
             accept `inputs_embeds` or is not causal, or gradients are not finite.
     """
-    ids = input_ids[None] if input_ids.dim() == 1 else input_ids
-    _check_texts(model, ids, batch_size)
-    kept = _positions(positions, ids.shape[1])
-    wanted = _targets(targets, len(ids), len(kept))
+    if batch_size < 1:
+        raise ValueError(f"batch_size = {batch_size}: it must be at least 1.")
+    if not _accepts(model, "inputs_embeds"):
+        raise ValueError(f"{type(model).__name__} does not accept inputs_embeds, which the gradients need.")
+    ids, kept, wanted = _checked(input_ids, positions, targets)
     # Fails before any work if the threshold is out of range.
     empirical_receptive_field(torch.ones(1), threshold)
 
+    @find_executable_batch_size(starting_batch_size=batch_size)
+    def read(batch_size: int) -> Tensor:
+        curves = []
+        with tqdm(total=len(ids), unit="text", disable=not progress) as bar:
+            for start in range(0, len(ids), batch_size):
+                part = slice(start, start + batch_size)
+                norms = _gradient_norms(model, ids[part], None if wanted is None else wanted[part], kept)
+                curves.append(cumulative_gradient(norms))
+                bar.update(len(norms))
+        return torch.cat(curves)
+
     config = model.config if isinstance(model.config, LexConfig) else None
     with evaluating(model), torch.inference_mode(False), torch.enable_grad():
-        curves = _curves(model, ids, wanted, kept, batch_size, progress)
+        curves = read()
     return ReceptiveField(
         curves=curves,
         positions=kept,
@@ -227,30 +239,6 @@ def receptive_field(
         theoretical=None if config is None else max(_reach(config, p) for p in kept),
         training_length=None if config is None else config.training_length,
     )
-
-
-def _curves(
-    model: PreTrainedModel,
-    ids: Tensor,
-    targets: Tensor | None,
-    positions: list[int],
-    batch_size: int,
-    progress: bool,
-) -> Tensor:
-    """Cumulative gradients of all predictions, shape `(texts, positions, tokens)`."""
-
-    @find_executable_batch_size(starting_batch_size=batch_size)
-    def run(batch_size: int) -> Tensor:
-        curves = []
-        with tqdm(total=len(ids), unit="text", disable=not progress) as bar:
-            for start in range(0, len(ids), batch_size):
-                part = slice(start, start + batch_size)
-                norms = _gradient_norms(model, ids[part], None if targets is None else targets[part], positions)
-                curves.append(cumulative_gradient(norms))
-                bar.update(len(norms))
-        return torch.cat(curves)
-
-    return run()
 
 
 def _gradient_norms(model: PreTrainedModel, ids: Tensor, targets: Tensor | None, positions: list[int]) -> Tensor:
@@ -291,30 +279,24 @@ def _accepts(model: PreTrainedModel, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
 
 
-def _check_texts(model: PreTrainedModel, ids: Tensor, batch_size: int) -> None:
+def _checked(
+    input_ids: Tensor, positions: Sequence[int] | None, targets: Tensor | None
+) -> tuple[Tensor, list[int], Tensor | None]:
+    """Texts `(texts, sequence)`, the positions, and the targets `(texts, positions)`."""
+    ids = input_ids[None] if input_ids.dim() == 1 else input_ids
     if ids.dim() != 2 or ids.numel() == 0:
         raise ValueError(
             f"input_ids has the shape {tuple(ids.shape)}; give texts of equal length, at least one: (texts, sequence)."
         )
-    if batch_size < 1:
-        raise ValueError(f"batch_size = {batch_size}: it must be at least 1.")
-    if not _accepts(model, "inputs_embeds"):
-        raise ValueError(f"{type(model).__name__} does not accept inputs_embeds, which the gradients need.")
-
-
-def _positions(positions: Sequence[int] | None, length: int) -> list[int]:
+    texts, length = ids.shape
     kept = [length - 1] if positions is None else list(positions)
     if not kept or min(kept) < 0 or max(kept) >= length or len(set(kept)) < len(kept):
         raise ValueError(f"positions = {kept}: they must be different indices of tokens, 0 to {length - 1}.")
-    return kept
-
-
-def _targets(targets: Tensor | None, texts: int, positions: int) -> Tensor | None:
     if targets is None:
-        return None
-    if targets.shape not in ((texts, positions), (texts,)) or (targets.dim() == 1 and positions > 1):
+        return ids, kept, None
+    if targets.shape not in ((texts, len(kept)), (texts,)) or targets.numel() != texts * len(kept):
         raise ValueError(
             f"targets has the shape {tuple(targets.shape)}; give a token for each text and position: "
-            f"({texts}, {positions})."
+            f"({texts}, {len(kept)})."
         )
-    return targets.reshape(texts, positions)
+    return ids, kept, targets.reshape(texts, len(kept))

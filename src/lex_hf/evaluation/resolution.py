@@ -69,16 +69,6 @@ def attention_resolution(s: Tensor | Sequence[float], *, reading: Reading = "A")
     if reading not in get_args(Reading):
         raise ValueError(f"reading = {reading!r}: it must be one of {', '.join(get_args(Reading))}.")
     scores = torch.as_tensor(s, dtype=torch.float64, device="cpu")
-    _check_scores(scores)
-    largest = scores[:-1].max() if reading == "B" else scores.max()
-    weights = (scores - largest).exp()
-    if reading == "C":
-        weights = F.pad(weights, (0, 1))
-    total = weights[:-1].sum() if reading == "B" else weights.sum()
-    return (-(weights[:-1] * weights.diff()).sum() / total**2).item()
-
-
-def _check_scores(scores: Tensor) -> None:
     if scores.dim() != 1 or len(scores) < 2:
         raise ValueError(f"s has the shape {tuple(scores.shape)}; give at least two scores, of distances 0, 1, ….")
     broken = (~scores.isfinite()).nonzero()
@@ -88,6 +78,12 @@ def _check_scores(scores: Tensor) -> None:
             f"s[{first}] = {scores[first].item()}: all scores must be finite. If a model was measured, check its "
             "weights, or load it with dtype='float32'."
         )
+    largest = scores[:-1].max() if reading == "B" else scores.max()
+    weights = (scores - largest).exp()
+    if reading == "C":
+        weights = F.pad(weights, (0, 1))
+    total = weights[:-1].sum() if reading == "B" else weights.sum()
+    return (-(weights[:-1] * weights.diff()).sum() / total**2).item()
 
 
 def expected_attention(config: LexConfig, n: Tensor) -> Tensor:
@@ -125,16 +121,12 @@ def expected_attention(config: LexConfig, n: Tensor) -> Tensor:
     positions = F.pad(distance, (1, 0))
     rotation = scheme.rotation(positions, positions, None, torch.float64)
     if rotation.query is None or rotation.key is None:
-        raise ValueError(_no_expectation(config.position_embedding_type))
+        raise ValueError(
+            f"position_embedding_type = {config.position_embedding_type!r} has no expectation by distance that "
+            "follows from the configuration; xpos, rope, alibi, sandwich and smoothed_sandwich have. Its scores "
+            "depend on what was learned: use measure_resolution on a model."
+        )
     return (rotation.query[1:] * rotation.key[0]).sum(dim=(1, 2)).view(n.shape)
-
-
-def _no_expectation(name: str) -> str:
-    known = "xpos, rope, alibi, sandwich and smoothed_sandwich"
-    return (
-        f"position_embedding_type = {name!r} has no expectation by distance that follows from the configuration; "
-        f"{known} have. Its scores depend on what was learned: use measure_resolution on a model."
-    )
 
 
 @dataclass(frozen=True)
@@ -207,9 +199,19 @@ def measure_resolution(
             are not finite, or the model's attention cannot be measured.
     """
     ids = _texts(input_ids, batch_size).to(model.device)
+
+    @find_executable_batch_size(starting_batch_size=batch_size)
+    def read(batch_size: int) -> _Recorder:
+        recorder = _Recorder(ids.shape[1])
+        with _recording(model, recorder), tqdm(total=len(ids), unit="text", disable=not progress) as bar:
+            for batch in ids.split(batch_size):
+                model.base_model(input_ids=batch, use_cache=False)
+                bar.update(len(batch))
+        return recorder
+
     with torch.inference_mode(), evaluating(model):
         _check_attention(model, ids[:1, :_CHECKED_TOKENS])
-        sums = _score_sums(model, ids, batch_size, progress)
+        sums = read().layers.values()  # in the order in which the layers attend
     curves = tuple(each.curve() for each in sums)
     by_layer = [attention_resolution(curve, reading=reading) for curve in curves]
     return Resolution(
@@ -222,21 +224,6 @@ def measure_resolution(
         texts=len(ids),
         patterns=model.config.layer_patterns if isinstance(model.config, LexConfig) else None,
     )
-
-
-def _score_sums(model: PreTrainedModel, ids: Tensor, batch_size: int, progress: bool) -> list["_ScoreSums"]:
-    """Read all texts; return the sums of each layer, in the order in which the layers attend."""
-
-    @find_executable_batch_size(starting_batch_size=batch_size)
-    def run(batch_size: int) -> _Recorder:
-        recorder = _Recorder(ids.shape[1])
-        with _recording(model, recorder), tqdm(total=len(ids), unit="text", disable=not progress) as bar:
-            for batch in ids.split(batch_size):
-                model.base_model(input_ids=batch, use_cache=False)
-                bar.update(len(batch))
-        return recorder
-
-    return list(run().layers.values())
 
 
 def _texts(input_ids: Tensor, batch_size: int) -> Tensor:
@@ -296,10 +283,15 @@ class _Recorder:
         repeats = query.shape[1] // key.shape[1]
         key, value = (states.repeat_interleave(repeats, dim=1) for states in (key, value))
         mask = _checked_mask(module, query, key, attention_mask)
-        distance = _distances(query.shape[2], key.shape[2], query.device)
+        positions = torch.arange(key.shape[2], device=query.device)
+        distance = positions[-query.shape[2] :, None] - positions
         # Masked pairs have the lowest number of the dtype.
         seen = (mask > torch.finfo(mask.dtype).min / 2).any(dim=1)
-        _check_causal(module, seen, distance)
+        if (seen & (distance < 0)).any():
+            raise ValueError(
+                f"{type(module).__name__} lets a query see later keys; resolution can be measured for causal language "
+                "models only."
+            )
         exact, outputs = torch.promote_types(query.dtype, torch.float32), []
         for index in range(len(query)):
             row = index % len(mask)  # one mask for all texts, or one for each
@@ -307,11 +299,6 @@ class _Recorder:
             sums.add(scores.mean(dim=0), seen[row], distance)
             outputs.append(scores.softmax(dim=-1).to(value.dtype) @ value[index])
         return torch.stack(outputs).transpose(1, 2), None
-
-
-def _distances(queries: int, keys: int, device: torch.device) -> Tensor:
-    """Distance of each key from each query, shape `(query, key)`; the last query is at the last key."""
-    return torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
 
 
 def _checked_mask(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | None) -> Tensor:
@@ -326,15 +313,6 @@ def _checked_mask(module: nn.Module, query: Tensor, key: Tensor, mask: Tensor | 
     return query.new_zeros(1, 1, 1, key.shape[2])
 
 
-def _check_causal(module: nn.Module, seen: Tensor, distance: Tensor) -> None:
-    if (seen & (distance < 0)).any():
-        raise ValueError(
-            f"{type(module).__name__} lets a query see later keys; resolution can be measured for causal language "
-            "models only."
-        )
-
-
-@torch.inference_mode()
 def _check_attention(model: PreTrainedModel, ids: Tensor) -> None:
     """Refuse models whose attention the recorder does not reproduce: soft caps, sinks, biases of their own."""
     expected = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
