@@ -12,27 +12,11 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.utils.logging import tqdm
 
 from lex_hf.evaluation.loading import evaluating, join_processes, load_for_evaluation
-from lex_hf.evaluation.protocols import (
-    PROTOCOLS,
-    ProtocolSettings,
-    Window,
-    check_protocol,
-    chunked,
-    last_token,
-    sliding,
-    streaming,
-)
-from lex_hf.evaluation.results import (
-    ContextBucket,
-    DocumentScore,
-    Outcome,
-    PerplexityResult,
-    sum_losses,
-    summarise,
-)
+from lex_hf.evaluation.protocols import PROTOCOLS, ProtocolSettings, Window, chunked, last_token, sliding, streaming
+from lex_hf.evaluation.results import ContextBucket, DocumentScore, Outcome, PerplexityResult, sum_losses, summarise
 from lex_hf.evaluation.resume import Records
 from lex_hf.evaluation.scoring import Scores, Windows, document_scorer, score_windows
-from lex_hf.evaluation.texts import Document, check_vocabulary, encode
+from lex_hf.evaluation.texts import Document, encode
 
 __all__ = [  # with the names that a user of this module needs
     "PROTOCOLS",
@@ -77,18 +61,19 @@ class PerplexityOptions:
     progress: bool = True
 
     def __post_init__(self) -> None:
-        check_protocol(self.protocol, self._of_protocols)
+        ProtocolSettings.check_names(self.protocol, self._of_protocols)
         if self.length is not None:
             ProtocolSettings.complete(self.protocol, self.length, self._of_protocols)
-        _check_batch_size(self.batch_size)
+        if isinstance(self.batch_size, int) and not isinstance(self.batch_size, bool):
+            if self.batch_size < 1:
+                raise ValueError(f"batch_size = {self.batch_size}: it must be at least 1.")
+        elif self.batch_size != "auto":
+            raise ValueError(f"batch_size = {self.batch_size!r}: it must be a whole number of at least 1, or 'auto'.")
         if self.max_length is not None and self.max_length < 2:
             raise ValueError(f"max_length = {self.max_length}: it must be at least 2.")
 
     def settings(self, config: PreTrainedConfig) -> ProtocolSettings:
-        """Return protocol, length and the protocol's options for a model, with all defaults filled in.
-
-        Args:
-            config: Configuration of the model; its `training_length`, if it has one, is the default length.
+        """Return the settings for a model; the default length is `config.training_length`, if there is one.
 
         Raises:
             ValueError: If a number is out of range for that length.
@@ -169,21 +154,9 @@ def compute_perplexity(
 def measure_perplexity(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], options: PerplexityOptions
 ) -> PerplexityResult:
-    """Do what [`compute_perplexity`] does, with options that are already checked.
-
-    Args:
-        model: As of [`compute_perplexity`].
-        tokenizer: The same.
-        texts: The same.
-        options: Its keyword arguments.
-
-    Raises:
-        ValueError: As of [`compute_perplexity`].
-        OSError: The same.
-    """
+    """Do what [`compute_perplexity`] does, with its keyword arguments as options that are already checked."""
     settings = options.settings(model.config)
-    documents = encode(tokenizer, texts, options.add_start_token, options.max_length)
-    check_vocabulary(model, documents)
+    documents = encode(model, tokenizer, texts, options.add_start_token, options.max_length)
     windows = _windows(documents, settings)
     join_processes(model.device)
     records = None if options.records is None else Records(options.records, settings, model)
@@ -207,7 +180,8 @@ def _measure(
     # that see a file at different times still agree on who does what.
     order = sorted(windows, key=lambda index: len(documents[index].tokens), reverse=True)
     mine = {index: windows[index] for index in order[state.process_index :: state.num_processes]}
-    with _progress_bar(mine, shown=options.progress and state.is_main_process) as bar:
+    total, is_shown = _scored(*mine.values()), options.progress and state.is_main_process
+    with tqdm(total=total, unit="token", unit_scale=True, desc="Perplexity", disable=not is_shown) as bar:
         tokens = [document.tokens for document in documents]
         score = document_scorer(model, tokens, mine, options.batch_size, bar.update)
         if records is None:
@@ -220,13 +194,12 @@ def _measure(
                 outcome = sum_losses(score({index: cut})[index], settings.contexts)
                 records.add(documents[index], outcome)
             else:
-                bar.update(sum(window.scored for window in cut))
+                bar.update(_scored(cut))
             yield index, outcome
 
 
-def _progress_bar(windows: Windows, *, shown: bool) -> Any:
-    total = sum(window.scored for cut in windows.values() for window in cut)
-    return tqdm(total=total, unit="token", unit_scale=True, desc="Perplexity", disable=not shown)
+def _scored(*documents: Sequence[Window]) -> int:
+    return sum(window.scored for cut in documents for window in cut)
 
 
 def _windows(documents: Sequence[Document], settings: ProtocolSettings) -> Windows:
@@ -237,11 +210,3 @@ def _windows(documents: Sequence[Document], settings: ProtocolSettings) -> Windo
         except ValueError as error:
             raise ValueError(f"Text {index} (counted from 0): {error}") from error
     return windows
-
-
-def _check_batch_size(batch_size: int | str) -> None:
-    if isinstance(batch_size, int) and not isinstance(batch_size, bool):
-        if batch_size < 1:
-            raise ValueError(f"batch_size = {batch_size}: it must be at least 1.")
-    elif batch_size != "auto":
-        raise ValueError(f"batch_size = {batch_size!r}: it must be a whole number of at least 1, or 'auto'.")

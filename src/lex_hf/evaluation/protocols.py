@@ -6,8 +6,9 @@ first if one is requested. Every token of ``s`` but the first is a *target*. A p
 once, whatever the length, so results at different lengths are over the same tokens. Protocols differ in what the model
 sees before a target: its *context*, counted in tokens, at least 1. Nothing is ever padded.
 
-To add a protocol, write one function that returns the windows of a document and add a row to `PROTOCOLS`; an option of
-its own is a keyword-only parameter with a row in `_OPTIONS` and a field of `PerplexityOptions`.
+To add a protocol, write one function that takes the number of tokens of a document, at least 2, and the length, and
+returns the windows, and add it to `_PROTOCOLS`; an option of its own is a keyword-only parameter with a row in
+`_OPTIONS` and a field of `PerplexityOptions`.
 """
 
 import inspect
@@ -20,19 +21,13 @@ from typing import Any, Self
 class Window:
     """Consecutive tokens of a document that the model reads at once, and the targets scored there.
 
-    The inputs are ``s[start:stop]``; of their targets, ``s[start + 1 : stop + 1]``, the last `scored` count.
-
-    Attributes:
-        start: Index of the first input.
-        stop: Index after the last input.
-        scored: Number of targets scored, the last ones, at least 1.
-        cached: Whether the model also sees all tokens before `start`, through the cache of the windows before.
+    The inputs are ``s[start:stop]``; of their targets, ``s[start + 1 : stop + 1]``, the last `scored` (≥ 1) count.
     """
 
     start: int
     stop: int
     scored: int
-    cached: bool = False
+    cached: bool = False  # whether the model also sees all tokens before `start`, through the cache
 
     @property
     def size(self) -> int:
@@ -56,10 +51,6 @@ def chunked(tokens: int, length: int) -> list[Window]:
     With L = `length`, segment i has inputs ``s[i*L : (i+1)*L]`` and targets ``s[i*L + 1 : (i+1)*L + 1]``: its
     first input is the last target of the segment before it. A target therefore has 1 to L tokens of context.
     The rest of a document is a shorter segment.
-
-    Args:
-        tokens: Number of tokens of the document, at least 2.
-        length: Inputs of a segment.
     """
     stops = [*range(length, tokens - 1, length), tokens - 1]
     return [Window(index * length, stop, scored=stop - index * length) for index, stop in enumerate(stops)]
@@ -71,11 +62,6 @@ def sliding(tokens: int, length: int, *, stride: int) -> list[Window]:
     Targets of the first window have 1 to `length` tokens of context, all later ones `length` - `stride` + 1 to
     `length`. A stride of `length` is `chunked`; a stride of 1 gives each target all the context that fits, for one
     forward pass per token. The last window may be shorter.
-
-    Args:
-        tokens: Number of tokens of the document, at least 2.
-        length: Inputs of a window.
-        stride: Tokens between the starts of two windows, 1 to `length`.
     """
     windows = [Window(0, min(length, tokens - 1), scored=min(length, tokens - 1))]
     while (done := windows[-1].stop) < tokens - 1:
@@ -91,10 +77,6 @@ def streaming(tokens: int, length: int) -> list[Window]:
     The context of a target is everything before it, as far as the model's attention and cache reach; `length`
     only sets how much is computed at once. Memory is that of one chunk and of the cache. Documents are read
     one by one, so the batch size has no effect.
-
-    Args:
-        tokens: Number of tokens of the document, at least 2.
-        length: Inputs of a chunk.
     """
     return [Window(each.start, each.stop, each.scored, cached=True) for each in chunked(tokens, length)]
 
@@ -103,13 +85,8 @@ def last_token(tokens: int, length: int, *, contexts: Sequence[int]) -> list[Win
     """Score only the last token of each segment of `length` tokens, at several contexts (Sandwich paper, §3.4).
 
     The segments follow each other without overlap, ``s[i*L : (i+1)*L]`` with L = `length`; the rest of a document is
-    left out. The last token of each segment is predicted from each number of tokens in `contexts`, so perplexities at
-    different contexts are over the same targets.
-
-    Args:
-        tokens: Number of tokens of the document.
-        length: Tokens of a segment.
-        contexts: Numbers of tokens before the target, each 1 to `length` - 1.
+    left out. The last token of each segment is predicted from each number of tokens in `contexts`, 1 to `length` - 1,
+    so perplexities at different contexts are over the same targets.
 
     Raises:
         ValueError: If the document is shorter than one segment.
@@ -123,47 +100,45 @@ def last_token(tokens: int, length: int, *, contexts: Sequence[int]) -> list[Win
     return [Window(target - context, target, scored=1) for target in targets for context in contexts]
 
 
-Protocol = Callable[..., list[Window]]
-"""A protocol takes the number of tokens of a document, the length, and its options as keywords."""
-
-PROTOCOLS: dict[str, Protocol] = {
-    "chunked": chunked,
-    "last_token": last_token,
-    "sliding": sliding,
-    "streaming": streaming,
-}
+_PROTOCOLS: tuple[Callable[..., list[Window]], ...] = (chunked, last_token, sliding, streaming)
+PROTOCOLS = {each.__name__: each for each in _PROTOCOLS}
 
 
 @dataclass(frozen=True)
 class ProtocolSettings:
-    """A protocol with its length and all of its options, as used.
-
-    Attributes:
-        protocol: Name of the protocol.
-        length: Length of its segments, windows or chunks in tokens.
-        options: The protocol's own options by name.
-    """
+    """A protocol with its length and all of its own options, as used."""
 
     protocol: str
-    length: int
+    length: int  # of segments, windows or chunks, in tokens
     options: dict[str, Any]
 
     @classmethod
     def complete(cls, protocol: str, length: int, given: Mapping[str, Any]) -> Self:
-        """Check a protocol's length and options, and fill in the options that were not given.
-
-        Args:
-            protocol: Name of the protocol.
-            length: Its length in tokens.
-            given: Options by name; `None` if not given.
+        """Check the numbers of options whose names [`check_names`] let pass, and fill in those that are `None`.
 
         Raises:
-            ValueError: If there is no such protocol or option, or a number is out of range.
+            ValueError: If a number is out of range.
         """
-        check_protocol(protocol, given)
         if length < 1:
             raise ValueError(f"length = {length}: it must be at least 1.")
         return cls(protocol, length, {name: _OPTIONS[name](length, given.get(name)) for name in _own(protocol)})
+
+    @staticmethod
+    def check_names(protocol: str, given: Mapping[str, Any]) -> None:
+        """Check the names of a protocol and of its options, which need no length; an option not given is `None`.
+
+        Raises:
+            ValueError: If there is no such protocol, or it has no such option.
+        """
+        if protocol not in PROTOCOLS:
+            raise ValueError(f"protocol = {protocol!r}: it must be one of {', '.join(PROTOCOLS)}.")
+        known = _own(protocol)
+        for name, value in given.items():
+            if value is not None and name not in known:
+                raise ValueError(
+                    f"{name} = {value}: the protocol {protocol!r} has no such option; it has "
+                    f"{', '.join(known) or 'none of its own'}. Leave it out, or choose another protocol."
+                )
 
     @property
     def contexts(self) -> list[int] | None:
@@ -173,27 +148,6 @@ class ProtocolSettings:
     def windows(self, tokens: int) -> list[Window]:
         """Return the windows of a document of so many tokens."""
         return PROTOCOLS[self.protocol](tokens, self.length, **self.options)
-
-
-def check_protocol(protocol: str, given: Mapping[str, Any]) -> None:
-    """Check the names of a protocol and of its options, which need no length.
-
-    Args:
-        protocol: Name of the protocol.
-        given: Options by name; `None` if not given.
-
-    Raises:
-        ValueError: If there is no such protocol, or it has no such option.
-    """
-    if protocol not in PROTOCOLS:
-        raise ValueError(f"protocol = {protocol!r}: it must be one of {', '.join(PROTOCOLS)}.")
-    known = _own(protocol)
-    for name, value in given.items():
-        if value is not None and name not in known:
-            raise ValueError(
-                f"{name} = {value}: the protocol {protocol!r} has no such option; it has "
-                f"{', '.join(known) or 'none of its own'}. Leave it out, or choose another protocol."
-            )
 
 
 def _own(protocol: str) -> list[str]:

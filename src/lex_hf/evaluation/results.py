@@ -1,7 +1,4 @@
-"""Results of perplexity measurements: losses summed by document, by context and over a corpus.
-
-Losses are summed in float64.
-"""
+"""Results of perplexity measurements: losses summed in float64 by document, by context and over a corpus."""
 
 import math
 from collections import defaultdict
@@ -107,26 +104,17 @@ class PerplexityResult:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Sums over the scored tokens of one document.
+    """Sums over the scored tokens of one document."""
 
-    Attributes:
-        nll: Total NLL in nats; of several contexts that of the largest alone.
-        tokens: Number of tokens behind it.
-        positions: For each bucket of contexts its first context, its total NLL and its number of targets.
-    """
-
-    nll: float
-    tokens: int
-    positions: list[list[float]]
+    nll: float  # total, in nats; of several contexts that of the largest alone
+    tokens: int  # number behind it
+    positions: list[list[float]]  # for each bucket of contexts its first context, total NLL and number of targets
 
 
 def sum_losses(scores: Sequence[Scores], contexts: Sequence[int] | None) -> Outcome:
-    """Sum the losses of one document, by context and in total.
+    """Sum all losses of one document, by context and in total.
 
-    Args:
-        scores: All losses of the document.
-        contexts: Contexts that are measured apart, in ascending order, of which the largest makes the total; `None`
-            if every loss counts.
+    If `contexts`, in ascending order, are measured apart, the largest alone makes the total.
     """
     nll = torch.cat([each.nll for each in scores]).double()
     context = torch.cat([torch.arange(len(each.nll)) + each.context for each in scores])
@@ -140,13 +128,7 @@ def sum_losses(scores: Sequence[Scores], contexts: Sequence[int] | None) -> Outc
 def summarise(
     documents: Sequence[Document], outcomes: Sequence[Outcome], settings: ProtocolSettings
 ) -> PerplexityResult:
-    """Return the result over all documents.
-
-    Args:
-        documents: Documents that were scored.
-        outcomes: Sums of each, in the same order.
-        settings: Protocol, length and options they were scored with.
-    """
+    """Return the result over all documents, from their sums in the same order."""
     nll = torch.tensor([outcome.nll for outcome in outcomes], dtype=torch.float64)
     tokens = torch.tensor([outcome.tokens for outcome in outcomes])
     mean, by_document = nll.sum() / tokens.sum(), (nll / tokens).exp()

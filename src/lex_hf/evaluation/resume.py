@@ -37,13 +37,8 @@ class Records:
 
     def __init__(self, path: str | Path, settings: ProtocolSettings, model: PreTrainedModel) -> None:
         path = Path(path)
-        measurement = {
-            "protocol": settings.protocol,
-            "length": settings.length,
-            **settings.options,
-            "model": _fingerprint(model),
-        }
-        self._measurement = json.dumps(measurement, sort_keys=True).encode()
+        measurement = {"protocol": settings.protocol, "length": settings.length, "model": _fingerprint(model)}
+        self._measurement = json.dumps(measurement | settings.options, sort_keys=True).encode()
         rank = PartialState().process_index
         self._file = path.with_name(f"{path.name}.{rank}") if rank else path
         self._finished: dict[str, Outcome] = {}

@@ -27,19 +27,12 @@ Windows = Mapping[int, Sequence[Window]]
 
 @dataclass(frozen=True)
 class Scores:
-    """Losses of consecutive targets of one document.
+    """Losses of consecutive targets of one document."""
 
-    Attributes:
-        document: Index of the document, from 0.
-        target: Index of the first target in its document, at least 1.
-        context: Number of tokens the model had seen before the first target; one more for each next target.
-        nll: NLL of each target in nats, shape (targets,), float32.
-    """
-
-    document: int
-    target: int
-    context: int
-    nll: Tensor
+    document: int  # index, from 0
+    target: int  # index of the first target in its document, at least 1
+    context: int  # tokens the model had seen before the first target; one more for each next target
+    nll: Tensor  # of each target, in nats, shape (targets,), float32
 
 
 def document_scorer(
@@ -52,11 +45,11 @@ def document_scorer(
     """Return a function that scores documents, in batches of the size given or of one that fits into memory.
 
     Args:
-        model: Any causal language model.
-        tokens: Token ids of each document, 1-D.
+        model: As of [`score_windows`].
+        tokens: Its documents.
         windows: All windows that are going to be scored.
-        batch_size: Number of windows evaluated at once; `"auto"` begins with 64 and halves it, for this and all later
-            calls, whenever there is not enough memory.
+        batch_size: Number of windows evaluated at once; `"auto"` begins with 64 and takes fewer, for this and all
+            later calls, whenever there is not enough memory.
         progress: Called with the number of tokens scored since the last call; negative if they are scored again.
 
     Returns:
@@ -113,8 +106,8 @@ def score_windows(
         windows: By index of the document, its windows in order.
         batch_size: Number of windows evaluated at once.
 
-    Returns:
-        An iterator over losses, in the order of computation.
+    Yields:
+        Losses in the order of computation.
 
     Raises:
         ValueError: If windows need a cache and the model returns no `past_key_values`, or it cannot read so many
