@@ -1,7 +1,6 @@
-"""Paired comparison of two systems.
+"""Paired comparison of two systems that are measured on the same texts, or trained with the same seeds.
 
-Two systems are measured on the same texts, or trained with the same seeds; their differences in each pair are tested
-with the paired two-sided t-test (Sandwich paper, Table 3).
+The differences in each pair are tested with the paired two-sided t-test (Sandwich paper, Table 3).
 """
 
 from collections.abc import Sequence
@@ -51,14 +50,7 @@ class PairedComparison:
 def compare(result_a: PerplexityResult, result_b: PerplexityResult) -> PairedComparison:
     """Compare two perplexity results over the same texts, paired by text.
 
-    Every text counts once, however long it is; the ratio of perplexities is over all tokens.
-
-    Args:
-        result_a: Result of system A.
-        result_b: Result of system B.
-
-    Returns:
-        The comparison of the mean NLL of each text.
+    Every text counts once, by its mean NLL, however long it is; the ratio of perplexities is over all tokens.
 
     Raises:
         ValueError: If the texts differ, a text's number of scored tokens differs, or there are fewer than 2 texts.
@@ -84,11 +76,7 @@ def compare(result_a: PerplexityResult, result_b: PerplexityResult) -> PairedCom
 
 
 def compare_values(a: Sequence[float], b: Sequence[float]) -> PairedComparison:
-    """Compare two sequences of measurements of which lower is better, e.g. perplexities paired by seed.
-
-    Args:
-        a: Measurements of system A.
-        b: Measurements of system B, in the same order.
+    """Compare two sequences of measurements of which lower is better, in pairs, e.g. perplexities by seed.
 
     Raises:
         ValueError: If their numbers differ, there are fewer than 2, or one is not finite.
@@ -99,10 +87,7 @@ def compare_values(a: Sequence[float], b: Sequence[float]) -> PairedComparison:
 
 
 def check_pairs(count: int) -> None:
-    """Check, before any measuring, that there are enough pairs to compare.
-
-    Args:
-        count: Number of texts or seeds.
+    """Check, before any measuring, that there are enough pairs to compare, i.e. texts or seeds.
 
     Raises:
         ValueError: If there are fewer than 2.
@@ -118,6 +103,7 @@ def _compare(a: Sequence[float], b: Sequence[float], *, ratio: float | None) -> 
         raise ValueError("Not all measurements are finite numbers; check the run that made them.")
     differences = one - other
     difference, p_value = float(differences.mean()), _p_value(one, other)
+    better = "A is better" if difference < 0 else "B is better"
     return PairedComparison(
         mean_a=float(one.mean()),
         mean_b=float(other.mean()),
@@ -126,7 +112,7 @@ def _compare(a: Sequence[float], b: Sequence[float], *, ratio: float | None) -> 
         p_value=p_value,
         n=len(one),
         perplexity_ratio=ratio,
-        verdict=_verdict(difference, p_value),
+        verdict=better if p_value < SIGNIFICANCE_LEVEL else "no significant difference",
     )
 
 
@@ -136,9 +122,3 @@ def _p_value(a: Any, b: Any) -> float:
     if np.ptp(differences) <= rounding:  # the t statistic would divide by zero, or by noise
         return float(np.abs(differences).max() <= rounding)
     return float(stats.ttest_rel(a, b).pvalue)
-
-
-def _verdict(difference: float, p_value: float) -> str:
-    if p_value >= SIGNIFICANCE_LEVEL:
-        return "no significant difference"
-    return "A is better" if difference < 0 else "B is better"

@@ -13,12 +13,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import get_cpu_distributed_information
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import (
-    disable_progress_bar,
-    enable_progress_bar,
-    get_logger,
-    is_progress_bar_enabled,
-)
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, get_logger, is_progress_bar_enabled
 
 from lex_hf.errors import explained
 
@@ -41,8 +36,7 @@ def load_for_evaluation(
 
     Args:
         model_id: Folder or Hub id that holds both.
-        device: Device of the model; `None` means a CUDA device if there is one, else the CPU. `"gpu"` is another
-            word for `"cuda"`.
+        device: Device of the model; see [`find_device`].
         dtype: Dtype of the weights, or its name; `None` keeps that of the checkpoint.
         trust_remote_code: Whether code that comes with the model may run.
         **model_kwargs: Passed to `AutoModelForCausalLM.from_pretrained`, e.g. `attention_pattern="full"`.
@@ -82,9 +76,6 @@ def load_whole(model_class: Any, model_id: str, **options: Any) -> PreTrainedMod
         model_id: Folder or Hub id.
         options: Passed to `from_pretrained`.
 
-    Returns:
-        The model.
-
     Raises:
         ValueError: If there is no such model, it cannot be read, or weights are missing or of another shape; of a
             LEX model also if there are weights that it does not have. The message names some of them.
@@ -102,11 +93,6 @@ def load_whole(model_class: Any, model_id: str, **options: Any) -> PreTrainedMod
 def check_model(model_id: str, *, trust_remote_code: bool = False, **model_kwargs: Any) -> None:
     """Check that [`load_for_evaluation`] would load a model and its tokenizer, without reading its weights.
 
-    Args:
-        model_id: As of [`load_for_evaluation`].
-        trust_remote_code: The same.
-        **model_kwargs: The same.
-
     Raises:
         ValueError: If not.
     """
@@ -115,16 +101,7 @@ def check_model(model_id: str, *, trust_remote_code: bool = False, **model_kwarg
 
 
 def check_checkpoint(model_class: Any, model_id: str, **options: Any) -> None:
-    """Check a checkpoint as [`load_whole`] does, by the names and shapes of the weights, without reading them.
-
-    Args:
-        model_class: A model class or an Auto class of transformers.
-        model_id: Folder or Hub id.
-        options: Passed to `from_pretrained`.
-
-    Raises:
-        ValueError: As of [`load_whole`].
-    """
+    """Do what [`load_whole`] does with the names and shapes of the weights alone, without reading them."""
     shown = is_progress_bar_enabled()
     disable_progress_bar()
     try:
@@ -143,13 +120,12 @@ def join_processes(device: torch.device) -> None:
 
 
 def _check_shapes(model_id: str, mismatched: Collection[tuple[str, Collection[int], Collection[int]]]) -> None:
-    if not mismatched:
-        return
-    shapes = [f"{name} {tuple(stored)} instead of {tuple(wanted)}" for name, stored, wanted in sorted(mismatched)]
-    raise ValueError(
-        f"{model_id!r} has weights of other shapes than its config.json gives the model: {_some(shapes)}. Restore the "
-        "config.json that belongs to the weights, or save the model again."
-    )
+    if mismatched:
+        shapes = [f"{name} {tuple(stored)} instead of {tuple(wanted)}" for name, stored, wanted in sorted(mismatched)]
+        raise ValueError(
+            f"{model_id!r} has weights of other shapes than its config.json gives the model: {_some(shapes)}. Restore "
+            "the config.json that belongs to the weights, or save the model again."
+        )
 
 
 def _check_names(model: PreTrainedModel, model_id: str, missing: Collection[str], unexpected: Collection[str]) -> None:

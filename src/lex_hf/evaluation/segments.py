@@ -7,23 +7,13 @@ from torch import Tensor
 
 
 def segments_in_turn(documents: Sequence[Sequence[int]], length: int) -> list[Sequence[int]]:
-    """Cut texts into segments of `length` tokens, first their beginnings; what is left over is dropped.
-
-    Args:
-        documents: Token ids of each text.
-        length: Tokens of a segment.
-    """
+    """Cut the token ids of texts into segments of `length`, first their beginnings; what is left over is dropped."""
     starts = range(0, max(map(len, documents)), length)
     return [text[start : start + length] for start in starts for text in documents if start + length <= len(text)]
 
 
 def take_segments(documents: Sequence[Sequence[int]], length: int, count: int) -> Tensor:
-    """Take `count` segments of `length` tokens, shape `(segments, length)`.
-
-    Args:
-        documents: Token ids of each text.
-        length: Tokens of a segment.
-        count: Number of segments.
+    """Take the first `count` of [`segments_in_turn`], shape `(segments, length)`.
 
     Raises:
         ValueError: If the texts hold fewer.

@@ -23,19 +23,9 @@ def measure_lengths(
     texts: Sequence[str],
     options: Sequence[PerplexityOptions],
 ) -> list[PerplexityResult]:
-    """Measure perplexity at several lengths, the longest first, because it is the one that may fail.
+    """Measure perplexity with each of the options that [`at_lengths`] returns; results are in their order.
 
-    Args:
-        model: As of [`lex_hf.evaluation.perplexity.measure_perplexity`].
-        tokenizer: The same.
-        texts: The same.
-        options: Options for each length, from [`at_lengths`].
-
-    Returns:
-        A result for each of the options, in their order.
-
-    Raises:
-        ValueError: As of `measure_perplexity`.
+    The longest length is measured first, because it is the one that may fail.
     """
     by_length = {each.length: each for each in options}
     longest_first = sorted(by_length, key=lambda length: length or 0, reverse=True)
@@ -45,10 +35,6 @@ def measure_lengths(
 
 def at_lengths(options: PerplexityOptions, lengths: Sequence[int]) -> list[PerplexityOptions]:
     """Return the options for each of several lengths, in their order; those given if there are no lengths.
-
-    Args:
-        options: Options of a measurement.
-        lengths: Tokens in a segment, window or chunk.
 
     Raises:
         ValueError: If a length is out of range.

@@ -41,11 +41,7 @@ def plot_lengths(model: str, known: int, results: Sequence[PerplexityResult]) ->
 
 
 def check_measurements(folder: Path, *names: str) -> None:
-    """Check, before any work, that numbers and pictures can be written with [`write_measurements`].
-
-    Args:
-        folder: Where they go.
-        names: Name of the numbers, then of further pictures.
+    """Check, before any work, that [`write_measurements`] can write files of these names, that of the numbers first.
 
     Raises:
         ValueError: If not.
@@ -58,14 +54,7 @@ def check_measurements(folder: Path, *names: str) -> None:
 def write_measurements(
     folder: Path, name: str, numbers: Mapping[str, Any], pictures: Mapping[str, Callable[[], Figure]]
 ) -> None:
-    """Write numbers as JSON and pictures as PNG, each under its name only when it is whole.
-
-    Args:
-        folder: Where they go.
-        name: Name of the JSON file.
-        numbers: What it holds.
-        pictures: Functions that draw, by the name of the file.
-    """
+    """Write numbers as JSON and pictures, by the name of the file, as PNG: each appears only when it is whole."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / f"{name}.json", to_json(numbers) + "\n")
     for title, draw in pictures.items():
