@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from accelerate.utils import find_executable_batch_size
+from accelerate.utils.memory import find_executable_batch_size, should_reduce_batch_size
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -66,8 +66,13 @@ def document_scorer(
                 found[scores.document].append(scores)
                 done += len(scores.nll)
                 progress(len(scores.nll))
-        except RuntimeError:
+        except RuntimeError as error:
             progress(-done)  # if this was a lack of memory, a smaller batch starts over
+            if batch_size == "auto" and size == 1 and should_reduce_batch_size(error):
+                raise ValueError(
+                    "batch_size = 'auto': there is not enough memory for a single window of "
+                    f"{max(window.size for cut in part.values() for window in cut)} tokens. Choose a smaller length."
+                ) from error
             raise
         return found
 
@@ -75,20 +80,7 @@ def document_scorer(
         return lambda part: score(batch_size, part)
     # Of windows that are read one by one there is only one batch size to try.
     most = sum(not window.cached for cut in windows.values() for window in cut)
-    attempt = find_executable_batch_size(score, starting_batch_size=max(1, min(_LARGEST_BATCH, most)))
-
-    def score_what_fits(part: Windows) -> dict[int, list[Scores]]:
-        try:
-            return attempt(part)
-        except RuntimeError as error:
-            if "No executable batch size" not in str(error):
-                raise
-            raise ValueError(
-                "batch_size = 'auto': there is not enough memory for a single window of "
-                f"{max(window.size for cut in part.values() for window in cut)} tokens. Choose a smaller length."
-            ) from error
-
-    return score_what_fits
+    return find_executable_batch_size(score, starting_batch_size=max(1, min(_LARGEST_BATCH, most)))
 
 
 def score_windows(
