@@ -112,7 +112,7 @@ def _compare(a: Sequence[float], b: Sequence[float], *, ratio: float | None) -> 
         p_value=p_value,
         n=len(one),
         perplexity_ratio=ratio,
-        verdict=better if p_value < SIGNIFICANCE_LEVEL else "no significant difference",
+        verdict="no significant difference" if p_value >= SIGNIFICANCE_LEVEL else better,
     )
 
 

@@ -101,7 +101,7 @@ def check_model(model_id: str, *, trust_remote_code: bool = False, **model_kwarg
 
 
 def check_checkpoint(model_class: Any, model_id: str, **options: Any) -> None:
-    """Do what [`load_whole`] does with the names and shapes of the weights alone, without reading them."""
+    """Check a checkpoint as [`load_whole`] does, by the names and shapes of the weights, without reading them."""
     shown = is_progress_bar_enabled()
     disable_progress_bar()
     try:

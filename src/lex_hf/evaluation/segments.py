@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def segments_in_turn(documents: Sequence[Sequence[int]], length: int) -> list[Sequence[int]]:
-    """Cut the token ids of texts into segments of `length`, first their beginnings; what is left over is dropped."""
+    """Cut texts, as token ids, into segments of `length` tokens, first their beginnings; the rest is dropped."""
     starts = range(0, max(map(len, documents)), length)
     return [text[start : start + length] for start in starts for text in documents if start + length <= len(text)]
 
