@@ -41,87 +41,58 @@ _MOVED = {
     "warm_start": "convert.gpt2",
 }
 
+# Module that defines each name.
+_NAMES = {
+    "LexCache": "model.cache_lex",
+    "LexConfig": "model.configuration_lex",
+    "LexForCausalLM": "model.modeling_lex",
+    "LexForQuestionAnswering": "model.modeling_lex",
+    "LexForSequenceClassification": "model.modeling_lex",
+    "LexForTokenClassification": "model.modeling_lex",
+    "LexModel": "model.modeling_lex",
+    "LexStaticCache": "model.cache_lex",
+    "PositionCheck": "evaluation.invariance",
+    "ReceptiveField": "evaluation.receptive_field",
+    "Resolution": "evaluation.resolution",
+    "attention_resolution": "evaluation.resolution",
+    "check_positions": "evaluation.invariance",
+    "expected_attention": "evaluation.resolution",
+    "from_gpt2": "convert.gpt2",
+    "from_torchscale": "convert.torchscale",
+    "load_cache": "inference.cache_files",
+    "measure_resolution": "evaluation.resolution",
+    "receptive_field": "evaluation.receptive_field",
+    "save_cache": "inference.cache_files",
+    "theoretical_receptive_field": "evaluation.receptive_field",
+}
+
 if TYPE_CHECKING:
-    from .convert.gpt2 import from_gpt2
-    from .convert.torchscale import from_torchscale
-    from .evaluation.invariance import PositionCheck, check_positions
-    from .evaluation.receptive_field import ReceptiveField, receptive_field, theoretical_receptive_field
-    from .evaluation.resolution import Resolution, attention_resolution, expected_attention, measure_resolution
-    from .inference.cache_files import load_cache, save_cache
-    from .model.cache_lex import LexCache, LexStaticCache
-    from .model.configuration_lex import LexConfig
-    from .model.modeling_lex import (
-        LexForCausalLM,
-        LexForQuestionAnswering,
-        LexForSequenceClassification,
-        LexForTokenClassification,
-        LexModel,
-    )
+    from .convert.gpt2 import from_gpt2 as from_gpt2
+    from .convert.torchscale import from_torchscale as from_torchscale
+    from .evaluation.invariance import PositionCheck as PositionCheck
+    from .evaluation.invariance import check_positions as check_positions
+    from .evaluation.receptive_field import ReceptiveField as ReceptiveField
+    from .evaluation.receptive_field import receptive_field as receptive_field
+    from .evaluation.receptive_field import theoretical_receptive_field as theoretical_receptive_field
+    from .evaluation.resolution import Resolution as Resolution
+    from .evaluation.resolution import attention_resolution as attention_resolution
+    from .evaluation.resolution import expected_attention as expected_attention
+    from .evaluation.resolution import measure_resolution as measure_resolution
+    from .inference.cache_files import load_cache as load_cache
+    from .inference.cache_files import save_cache as save_cache
+    from .model.cache_lex import LexCache as LexCache
+    from .model.cache_lex import LexStaticCache as LexStaticCache
+    from .model.configuration_lex import LexConfig as LexConfig
+    from .model.modeling_lex import LexForCausalLM as LexForCausalLM
+    from .model.modeling_lex import LexForQuestionAnswering as LexForQuestionAnswering
+    from .model.modeling_lex import LexForSequenceClassification as LexForSequenceClassification
+    from .model.modeling_lex import LexForTokenClassification as LexForTokenClassification
+    from .model.modeling_lex import LexModel as LexModel
 else:
-    __getattr__, __dir__ = exports(
-        __name__,
-        {
-            "LexCache": "model.cache_lex",
-            "LexConfig": "model.configuration_lex",
-            "LexForCausalLM": "model.modeling_lex",
-            "LexForQuestionAnswering": "model.modeling_lex",
-            "LexForSequenceClassification": "model.modeling_lex",
-            "LexForTokenClassification": "model.modeling_lex",
-            "LexModel": "model.modeling_lex",
-            "LexStaticCache": "model.cache_lex",
-            "PositionCheck": "evaluation.invariance",
-            "ReceptiveField": "evaluation.receptive_field",
-            "Resolution": "evaluation.resolution",
-            "attention_resolution": "evaluation.resolution",
-            "check_positions": "evaluation.invariance",
-            "expected_attention": "evaluation.resolution",
-            "from_gpt2": "convert.gpt2",
-            "from_torchscale": "convert.torchscale",
-            "load_cache": "inference.cache_files",
-            "measure_resolution": "evaluation.resolution",
-            "receptive_field": "evaluation.receptive_field",
-            "save_cache": "inference.cache_files",
-            "theoretical_receptive_field": "evaluation.receptive_field",
-        },
-        modules=(
-            "cli",
-            "convert",
-            "data",
-            "evaluation",
-            "hub",
-            "inference",
-            "model",
-            "reproduce",
-            "training",
-            *_MOVED,
-        ),
-    )
+    __getattr__, __dir__ = exports(__name__, _NAMES, modules=(*_ROOMS, *_MOVED))
 
 __version__ = "0.1.0"
-__all__ = [
-    "LexCache",
-    "LexConfig",
-    "LexForCausalLM",
-    "LexForQuestionAnswering",
-    "LexForSequenceClassification",
-    "LexForTokenClassification",
-    "LexModel",
-    "LexStaticCache",
-    "PositionCheck",
-    "ReceptiveField",
-    "Resolution",
-    "attention_resolution",
-    "check_positions",
-    "expected_attention",
-    "from_gpt2",
-    "from_torchscale",
-    "load_cache",
-    "measure_resolution",
-    "metric_path",
-    "receptive_field",
-    "save_cache",
-    "theoretical_receptive_field",
-]
+__all__ = sorted([*_NAMES, "metric_path"])
 
 sys.meta_path.append(MovedModules(__name__, _MOVED))
 
@@ -135,16 +106,15 @@ def _register_config() -> None:
 
 
 def _register_models() -> None:
-    from transformers.models.auto import modeling_auto as auto
+    from transformers.models.auto import modeling_auto
 
     from .model import modeling_lex
     from .model.configuration_lex import LexConfig
 
-    auto.AutoModel.register(LexConfig, modeling_lex.LexModel)
-    auto.AutoModelForCausalLM.register(LexConfig, modeling_lex.LexForCausalLM)
-    auto.AutoModelForSequenceClassification.register(LexConfig, modeling_lex.LexForSequenceClassification)
-    auto.AutoModelForTokenClassification.register(LexConfig, modeling_lex.LexForTokenClassification)
-    auto.AutoModelForQuestionAnswering.register(LexConfig, modeling_lex.LexForQuestionAnswering)
+    for auto, target in modeling_lex.AUTO_MAP.items():
+        module, _, name = target.partition(".")
+        if module == "modeling_lex":
+            getattr(modeling_auto, auto).register(LexConfig, getattr(modeling_lex, name))
 
 
 AfterImport(

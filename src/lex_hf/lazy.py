@@ -5,7 +5,7 @@ import importlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -57,27 +57,24 @@ class AfterImport:
         sys.meta_path.insert(0, self)
         self._call()
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, *where: Any) -> ModuleSpec | None:
         """Return the spec that the other finders have for a module of the packages, so that its end is noticed."""
         if not any(f"{name}.".startswith(f"{package}.") for package in self._packages):
             return None
         for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, path, target)
+            spec = None if finder is self else finder.find_spec(name, *where)
             if spec is not None:
                 if spec.loader is not None:  # a package without __init__.py has none
                     spec.loader = _Noticed(spec.loader, self)
                 return spec
         return None
 
-    @contextlib.contextmanager
-    def executing(self) -> Iterator[None]:
+    def execute(self, loader: Loader, module: ModuleType) -> None:
         """Execute a module, and call what has been waiting for it if nothing else is being executed."""
         depth = getattr(self._thread, "depth", 0)
         self._thread.depth = depth + 1
         try:
-            yield
+            loader.exec_module(module)
         finally:
             self._thread.depth = depth
             if depth == 0:  # also after an error: the module waited for may be whole, and is not imported again
@@ -113,12 +110,11 @@ class _Noticed(Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:  # as far as the type is concerned
             module.__spec__.loader = self._loader
-        with self._waiting.executing():
-            self._loader.exec_module(module)
+        self._waiting.execute(self._loader, module)
 
 
-class MovedModules:
-    """Finder of modules under the names that they had in an earlier version; it warns.
+class MovedModules(Loader):
+    """Finder and loader of modules under the names that they had in an earlier version; it warns.
 
     Args:
         package: `__name__` of the package.
@@ -128,27 +124,19 @@ class MovedModules:
     def __init__(self, package: str, modules: Mapping[str, str]) -> None:
         self._modules = {f"{package}.{old}": f"{package}.{new}" for old, new in modules.items()}
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, *where: Any) -> ModuleSpec | None:
         """Return a spec that loads the module from its new place, if `name` is an old name."""
-        return ModuleSpec(name, _Moved(self._modules[name])) if name in self._modules else None
-
-
-class _Moved(Loader):
-    """Loader that returns a module which has moved."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
+        return ModuleSpec(name, self) if name in self._modules else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return the module from its new place."""
-        message = f"{spec.name} is now {self._name}: import it from there."
+        message = f"{spec.name} is now {self._modules[spec.name]}: import it from there."
         warnings.warn(message, DeprecationWarning, stacklevel=2)  # frames of the import system do not count
-        module = importlib.import_module(self._name)
-        self._spec = module.__spec__
+        module = importlib.import_module(self._modules[spec.name])
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the module as it is."""
-        module.__spec__ = self._spec  # the import system has set that of the old name
+        """Leave the module as it is, with its own spec: the import system has set that of the old name."""
+        assert module.__spec__ is not None
+        module.__spec__ = module.__spec__.loader_state

@@ -39,11 +39,7 @@ def check_file(path: Path, name: str) -> None:
 
 
 def check_folder(path: Path, name: str) -> None:
-    """Check, before any work, that files can be written into a folder, which need not exist yet.
-
-    Args:
-        path: The folder.
-        name: Its name for the user, e.g. `--output`.
+    """Check, before any work, that files can be written into a folder, which need not exist yet; see [`check_file`].
 
     Raises:
         ValueError: If the path, or the first part of it that exists, is not a folder or cannot be written to.
@@ -60,11 +56,7 @@ def check_folder(path: Path, name: str) -> None:
 
 
 def check_new_folder(path: Path, name: str) -> None:
-    """Check, before any work, that a folder is new or empty and that files can be written into it.
-
-    Args:
-        path: The folder.
-        name: Its name for the user, e.g. `--output`.
+    """Check, as [`check_folder`] does, that files can be written into a folder, and that it is new or empty.
 
     Raises:
         ValueError: If not.
@@ -84,9 +76,6 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     """Yield a path to write to; what was written there becomes `path` if the block ends without an error.
 
     Symbolic links are followed. An existing path that is not a regular file, such as a device, is written to.
-
-    Args:
-        path: The file to write or to replace.
     """
     target = _target(path)
     if target.exists() and not target.is_file():
@@ -104,8 +93,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
 def whole_folder(path: str | Path) -> Iterator[Path]:
     """Yield a folder to write to; what was written there is in the folder `path` if the block ends without an error.
 
-    Args:
-        path: A folder that is new or empty; see [`check_new_folder`].
+    The folder must be new or empty; see [`check_new_folder`].
     """
     target = Path(os.path.realpath(path))
     is_there = target.is_dir()  # it may be the current folder or a mount, which cannot be replaced
@@ -151,11 +139,9 @@ def read_json(path: str | Path) -> Any:
 
 
 def to_json(value: Any, **options: Any) -> str:
-    """Return `value` as JSON; numbers that JSON does not have (NaN, ±Infinity) become `null`.
+    """Return dictionaries, lists, tuples, texts and numbers as JSON; options are those of `json.dumps`.
 
-    Args:
-        value: Dictionaries, lists, tuples, texts and numbers.
-        options: For `json.dumps`.
+    Numbers that JSON does not have (NaN, ±Infinity) become `null`.
     """
     return json.dumps(_finite(value), allow_nan=False, **options)
 
@@ -166,11 +152,7 @@ def fingerprint(value: Any) -> str:
 
 
 def content_hash(parts: Iterable[bytes]) -> str:
-    """Return a hash of bytes, however they are divided into parts: 16 hexadecimal digits, to see whether they changed.
-
-    Args:
-        parts: The bytes in their order.
-    """
+    """Return a hash of bytes, however they are divided: 16 hexadecimal digits, to see whether they changed."""
     digest = hashlib.blake2b(digest_size=8)
     for part in parts:
         digest.update(part)
@@ -178,11 +160,7 @@ def content_hash(parts: Iterable[bytes]) -> str:
 
 
 def versions(*libraries: str) -> dict[str, str]:
-    """Return the versions of Python and of libraries.
-
-    Args:
-        libraries: Names of distributions, e.g. `"torch"`.
-    """
+    """Return the versions of Python and of libraries, which are named as distributions are, e.g. `"torch"`."""
     return {"python": platform.python_version()} | {name: _version(name) for name in libraries}
 
 

@@ -1,54 +1,39 @@
 """Perplexity: evaluate, compare."""
 
+from collections.abc import Callable
 from csv import DictWriter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from lex_hf.cli.options import (
-    BatchSize,
-    Contexts,
-    Device,
-    Dtype,
-    Files,
-    Json,
-    Model,
-    Pattern,
-    Protocol,
-    Records,
-    StartToken,
-    Stride,
-    TextField,
-    Trust,
-)
-from lex_hf.cli.printing import is_main_process, new_table, print_after, print_json, session
+from lex_hf.cli import options
+from lex_hf.cli.printing import is_main_process, new_table, number, session, show
 from lex_hf.records import check_file, whole_file
 
 
 def evaluate(
-    model: Model,
-    files: Files,
-    protocol: Protocol = "chunked",
+    model: options.Model,
+    files: options.Files,
+    protocol: options.Protocol = "chunked",
     length: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Tokens in a segment, window or chunk; give it several times for a table."),
     ] = None,
-    stride: Stride = None,
-    contexts: Contexts = None,
-    batch_size: BatchSize = "8",
-    start_token: StartToken = True,
-    records: Records = None,
-    attention_pattern: Pattern = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: Trust = False,
-    text_field: TextField = "text",
+    stride: options.Stride = None,
+    contexts: options.Contexts = None,
+    batch_size: options.BatchSize = "8",
+    start_token: options.StartToken = True,
+    records: options.Records = None,
+    attention_pattern: options.Pattern = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    trust_remote_code: options.Trust = False,
+    text_field: options.TextField = "text",
     csv: Annotated[Path | None, typer.Option(help="Write the table to this file, unrounded.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw perplexity against length to this PNG file.")] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure perplexity on texts, at one length or several.
 
@@ -60,10 +45,10 @@ def evaluate(
     from lex_hf.evaluation.sweep import at_lengths, measure_lengths, of_pattern
 
     with session(as_json) as console:
-        _check_plot(plot, length)
+        if plot is not None and len(set(length or ())) < 2:
+            raise ValueError("--plot draws perplexity against length: give --length at least twice.")
         _check_files(files, csv=csv, plot=plot, records=records)
-        _check_records(records)
-        options = PerplexityOptions(
+        settings = PerplexityOptions(
             protocol=protocol,
             stride=stride,
             contexts=contexts,
@@ -71,51 +56,47 @@ def evaluate(
             add_start_token=start_token,
             records=records,
         )
-        by_length = at_lengths(options, length or ())
+        by_length = at_lengths(settings, length or ())
         texts = list(load_documents(files, text_field=text_field)["text"])
         network, tokenizer = load_for_evaluation(
             model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **of_pattern(attention_pattern)
         )
-        known = None if plot is None else _known_length(model, network.config)
+        draw = None if plot is None else _picture(plot, model, network.config)
         results = measure_lengths(network, tokenizer, texts, by_length)
         if not is_main_process():
             return
         rows = [row for result in results for row in _perplexity_rows(result)]
-
-    def show() -> None:
-        if as_json:
-            print_json([result.to_dict() for result in results])
-        else:
-            console.print(_perplexity_table(f"{model}: {len(texts)} texts, {protocol}", rows))
-
-    print_after(
-        show,
+    show(
+        console,
+        as_json,
+        [result.to_dict() for result in results],
+        _perplexity_table(f"{model}: {len(texts)} texts, {protocol}", rows),
         lambda: None if csv is None else _write_csv(csv, rows),
-        lambda: None if plot is None or known is None else _plot(plot, model, known, results),
+        lambda: None if draw is None else draw(results),
     )
 
 
 def compare(
     model_a: Annotated[str, typer.Argument(help="Folder or Hub id of model A with its tokenizer.")],
     model_b: Annotated[str, typer.Argument(help="The same of model B; it may be the same model.")],
-    files: Files,
-    protocol: Protocol = "chunked",
+    files: options.Files,
+    protocol: options.Protocol = "chunked",
     length: Annotated[
         int | None, typer.Option(min=1, help="Tokens in a segment, window or chunk; A's training length by default.")
     ] = None,
-    stride: Stride = None,
-    batch_size: BatchSize = "8",
-    start_token: StartToken = True,
-    records: Records = None,
+    stride: options.Stride = None,
+    batch_size: options.BatchSize = "8",
+    start_token: options.StartToken = True,
+    records: options.Records = None,
     attention_pattern: Annotated[
         list[str] | None,
         typer.Option(help="blockwise, sliding or full; twice for A and for B, once for both."),
     ] = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: Trust = False,
-    text_field: TextField = "text",
-    as_json: Json = False,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    trust_remote_code: options.Trust = False,
+    text_field: options.TextField = "text",
+    as_json: options.Json = False,
 ) -> None:
     """Compare two models on the same texts, paired by text: t-test, bootstrap interval, ratio of perplexities."""
     from lex_hf.data.documents import load_documents
@@ -126,8 +107,7 @@ def compare(
     with session(as_json) as console:
         patterns = _two_patterns(attention_pattern)
         _check_files(files, records=records)
-        _check_records(records)
-        options = PerplexityOptions(
+        settings = PerplexityOptions(
             protocol=protocol,
             length=length,
             stride=stride,
@@ -141,19 +121,16 @@ def compare(
             patterns,
             texts,
             loading={"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code},
-            options=options,
+            options=settings,
         )
     if not is_main_process():
         return
-    both = dict(zip("ab", (result.to_dict() for result in results), strict=True))
     rows = [{"model": name} | _perplexity_rows(result)[-1] for name, result in zip("AB", results, strict=True)]
     if not as_json:  # also if they do not compare, as with different tokenizers
         console.print(_perplexity_table(f"A: {model_a}, B: {model_b}: {len(texts)} texts, {protocol}", rows))
     paired = comparison.compare(*results)
-    if as_json:
-        print_json({**paired.to_dict(), **both})
-    else:
-        _print_comparison(console, paired)
+    both = {name: result.to_dict() for name, result in zip("ab", results, strict=True)}
+    show(console, as_json, paired.to_dict() | both, _comparison(paired))
 
 
 def _batch_size(text: str) -> Any:
@@ -178,12 +155,7 @@ def _perplexity_rows(result: Any) -> list[dict[str, Any]]:
 
 def _perplexity_table(title: str, rows: list[dict[str, Any]]) -> Table:
     caption = "low and high: 95 % interval of the perplexity, from a bootstrap over texts"
-    table = new_table(title, caption)
-    for column in rows[0]:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*map(_cell, row.values()))
-    return table
+    return new_table(title, [number(name) for name in rows[0]], (map(_cell, row.values()) for row in rows), caption)
 
 
 def _cell(value: Any) -> str:
@@ -192,13 +164,12 @@ def _cell(value: Any) -> str:
     return f"{value:#.5g}" if isinstance(value, float) else str(value)
 
 
-def _print_comparison(console: Console, paired: Any) -> None:
+def _comparison(paired: Any) -> str:
     low, high = paired.confidence_interval
-    console.print(
+    return (
         f"A minus B: {paired.difference:+.4f} nats per token, mean over {paired.n} texts "
-        f"(95 % interval {low:+.4f} to {high:+.4f}); ratio of perplexities {paired.perplexity_ratio:.4f}",
-        f"paired two-sided t-test: p = {paired.p_value:.3g}, {paired.verdict}",
-        sep="\n",
+        f"(95 % interval {low:+.4f} to {high:+.4f}); ratio of perplexities {paired.perplexity_ratio:.4f}\n"
+        f"paired two-sided t-test: p = {paired.p_value:.3g}, {paired.verdict}"
     )
 
 
@@ -208,11 +179,6 @@ def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
         writer = DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
-
-
-def _check_plot(path: Path | None, lengths: list[int] | None) -> None:
-    if path is not None and len(set(lengths or ())) < 2:
-        raise ValueError("--plot draws perplexity against length: give --length at least twice.")
 
 
 def _check_files(sources: list[str], **files: Path | None) -> None:
@@ -225,24 +191,16 @@ def _check_files(sources: list[str], **files: Path | None) -> None:
         other = taken.setdefault(path.resolve(), f"--{option}")
         if other != f"--{option}" and (path.is_file() or not path.exists()):
             raise ValueError(f"--{option} {path} is the same file as {other}: choose another path.")
+        if option == "records" and path.exists() and not path.is_file():
+            raise ValueError(f"--records {path} is no regular file: what is written there cannot be read again.")
 
 
-def _check_records(path: Path | None) -> None:
-    if path is not None and path.exists() and not path.is_file():
-        raise ValueError(f"--records {path} is no regular file: what is written there cannot be read again.")
+def _picture(path: Path, model: str, config: Any) -> Callable[[list[Any]], None]:
+    """Return what draws results to a file; what it needs of the configuration is there before they are measured."""
+    from lex_hf.evaluation import plots, writing  # only here, because they take matplotlib
 
-
-def _known_length(model: str, config: Any) -> int:
-    from lex_hf.evaluation.writing import known_length
-
-    return known_length(model, config)
-
-
-def _plot(path: Path, model: str, known: int, results: list[Any]) -> None:
-    from lex_hf.evaluation import plots
-    from lex_hf.evaluation.writing import plot_lengths
-
-    plots.save(plot_lengths(model, known, results), path)
+    known = writing.known_length(model, config)
+    return lambda results: plots.save(writing.plot_lengths(model, known, results), path)
 
 
 def _two_patterns(names: list[str] | None) -> tuple[str | None, str | None]:

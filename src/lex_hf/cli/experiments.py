@@ -5,9 +5,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Column
 
 from lex_hf.cli.options import LARGEST_SEED, MOST, Device, Json
-from lex_hf.cli.printing import is_main_process, new_table, print_json, session
+from lex_hf.cli.printing import is_main_process, new_table, number, print_json, session
 
 
 def demo(
@@ -126,15 +127,13 @@ def _print_reproduction(console: Console, plan: dict[str, Any]) -> None:
     title = f"{plan['table']} at the scale {plan['preset']}, l = {plan['training_length']}"
     tokens = sum(model["tokens"] for model in missing)
     caption = f"{len(missing)} of {len(plan['models'])} models are to be trained, on {tokens} tokens together"
-    table = new_table(title, caption)
-    table.add_column("systems", overflow="fold")
-    for column in ("seed", "parameters", "steps", "tokens"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("state", no_wrap=True)
-    for model in plan["models"]:
-        numbers = (str(model[name]) for name in ("seed", "parameters", "steps", "tokens"))
-        table.add_row(", ".join(model["systems"]), *numbers, model["state"])
-    console.print(table)
+    names = ("seed", "parameters", "steps", "tokens")
+    columns = [Column("systems", overflow="fold"), *map(number, names), Column("state", no_wrap=True)]
+    rows = [
+        (", ".join(model["systems"]), *(str(model[name]) for name in names), model["state"])
+        for model in plan["models"]
+    ]
+    console.print(new_table(title, columns, rows, caption))
     lengths = ", ".join(map(str, plan["lengths"]))
     console.print(
         f"Measured: {plan['measure']} at {lengths} tokens, of {len(plan['evaluations'])} systems, on "

@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.filesize import decimal
-from rich.table import Table
+from rich.table import Column, Table
 
 from lex_hf.cli.options import LARGEST_SEED, Json
-from lex_hf.cli.printing import new_table, print_json, session
+from lex_hf.cli.printing import new_table, number, print_json, session
 
 
 def push(
@@ -35,7 +35,7 @@ def push(
         if dry_run:
             files = pushing.examine_folder(folder)
             if not as_json:
-                console.print(files_table(f"{folder} to {repo_id}", files))
+                console.print(_files_table(f"{folder} to {repo_id}", files))
             pushing.check_push(folder, repo_id, revision=revision, create_pr=create_pr)
             result: dict[str, Any] = {"files": [vars(file) for file in files]}
         else:
@@ -92,16 +92,10 @@ def _corpora(pairs: list[str]) -> dict[str, list[str]]:
     return corpora
 
 
-def files_table(title: str, files: list[Any]) -> Table:
+def _files_table(title: str, files: list[Any]) -> Table:
     """Return a table of what a push sends, with sizes, and what stays, with the reasons."""
     sent = [file for file in files if file.sent]
     total = decimal(sum(file.size for file in sent))
-    caption = f"{len(sent)} files, {total}, would be sent; the rest stays."
-    table = new_table(title, caption)
-    table.add_column("file", overflow="fold")
-    table.add_column("size", justify="right", no_wrap=True)
-    table.add_column("sent", no_wrap=True)
-    table.add_column("what, or why not")
-    for file in files:
-        table.add_row(file.path, decimal(file.size), "yes" if file.sent else "no", file.what)
-    return table
+    columns = [Column("file", overflow="fold"), number("size"), Column("sent", no_wrap=True), "what, or why not"]
+    rows = ((file.path, decimal(file.size), "yes" if file.sent else "no", file.what) for file in files)
+    return new_table(title, columns, rows, caption=f"{len(sent)} files, {total}, would be sent; the rest stays.")

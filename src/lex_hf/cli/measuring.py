@@ -1,41 +1,23 @@
 """Measurements of positions: check, resolution, receptive-field."""
 
-from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from lex_hf.cli.options import (
-    Device,
-    Dtype,
-    Files,
-    Json,
-    Length,
-    Model,
-    Output,
-    Pattern,
-    Patterns,
-    Segments,
-    TextField,
-    Trust,
-    finite,
-    typed,
-)
-from lex_hf.cli.printing import print_after, print_json, session
+from lex_hf.cli import options
+from lex_hf.cli.printing import session, show
 
 
 def check(
-    model: Model,
+    model: options.Model,
     text: Annotated[str | None, typer.Option(help="The text to try; by default one of 600 characters.")] = None,
     shift: Annotated[int, typer.Option(min=1, help="Tokens of padding or text that are prepended or appended.")] = 7,
-    attention_pattern: Pattern = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: Trust = False,
-    as_json: Json = False,
+    attention_pattern: options.Pattern = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    trust_remote_code: options.Trust = False,
+    as_json: options.Json = False,
 ) -> None:
     """Check order variance and translation invariance of a model (LEX paper, Eq. 1 and 2)."""
     from lex_hf.evaluation.invariance import check_positions
@@ -43,18 +25,12 @@ def check(
     from lex_hf.evaluation.sweep import of_pattern
 
     with session(as_json) as console:
-        sample = "A block sees itself and the one before. " * 15 if text is None else typed(text, "--text")
+        sample = "A block sees itself and the one before. " * 15 if text is None else options.typed(text, "--text")
         network, tokenizer = load_for_evaluation(
             model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **of_pattern(attention_pattern)
         )
         result = check_positions(network, tokenizer(sample, return_tensors="pt")["input_ids"], shift=shift)
-    if as_json:
-        print_json(vars(result))
-        return
-    table = Table(title=f"{model}: largest change of a logit")
-    table.add_column("when")
-    table.add_column("change", justify="right")
-    table.add_column("so")
+    table = Table("when", _right("change"), "so", title=f"{model}: largest change of a logit")
     shifted, longer = (
         "refused" if value is None else f"{value:.2e}" for value in (result.shifted_positions, result.text_in_front)
     )
@@ -67,22 +43,22 @@ def check(
         (f"{shift} tokens of text are prepended", longer, "a longer context"),
     ):
         table.add_row(*row)
-    console.print(table)
+    show(console, as_json, vars(result), table)
 
 
 def resolution(
-    model: Model,
-    files: Files,
-    length: Length = 1024,
-    segments: Segments = 4,
+    model: options.Model,
+    files: options.Files,
+    length: options.Length = 1024,
+    segments: options.Segments = 4,
     reading: Annotated[str, typer.Option(help="A, B or C: readings of Eq. 4 at the end of the curve.")] = "A",
-    attention_pattern: Patterns = None,
-    output: Output = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: Trust = False,
-    text_field: TextField = "text",
-    as_json: Json = False,
+    attention_pattern: options.Patterns = None,
+    output: options.Output = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    trust_remote_code: options.Trust = False,
+    text_field: options.TextField = "text",
+    as_json: options.Json = False,
 ) -> None:
     """Measure attention resolution, layer by layer (LEX paper, Eq. 3, 4, 13)."""
     import torch
@@ -91,24 +67,19 @@ def resolution(
     from lex_hf.evaluation import plots
     from lex_hf.evaluation.resolution import attention_resolution, measure_resolution
     from lex_hf.evaluation.sweep import check_patterns, with_patterns
-    from lex_hf.evaluation.writing import check_measurements
+    from lex_hf.evaluation.writing import check_measurements, write_measurements
 
+    patterns = attention_pattern or ()
     with session(as_json) as console:
-        check_patterns(attention_pattern or ())
+        check_patterns(patterns)
         if output is not None:
-            check_measurements(output, "resolution", *(f"curves-{name}" for name in attention_pattern or ()))
+            check_measurements(output, "resolution", *(f"curves-{name}" for name in patterns))
         attention_resolution(torch.tensor([1.0, 0.0]), reading=cast(Any, reading))  # fails before any work
         texts = load_documents(files, text_field=text_field)
         loading = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-        results = {
-            name: measure_resolution(network, ids, reading=cast(Any, reading))
-            for name, network, ids in with_patterns(
-                model, texts, attention_pattern or (), loading=loading, length=length, count=segments
-            )
-        }
-    table = Table(title=f"{model}: attention resolution at {length} tokens")
-    for column in ("layer", *results):
-        table.add_column(column, justify="right")
+        loaded = with_patterns(model, texts, patterns, loading=loading, length=length, count=segments)
+        results = {name: measure_resolution(*given, reading=cast(Any, reading)) for name, *given in loaded}
+    table = Table(*map(_right, ("layer", *results)), title=f"{model}: attention resolution at {length} tokens")
     columns = [[*result.by_layer, result.mean] for result in results.values()]
     for layer, row in enumerate(zip(*columns, strict=True)):
         table.add_row("mean" if layer == len(columns[0]) - 1 else str(layer), *(f"{value:.4f}" for value in row))
@@ -116,73 +87,68 @@ def resolution(
     pictures = {"resolution": lambda: plots.resolution_by_layer(results, title=title)} | {
         f"curves-{name}": result.plot for name, result in results.items()
     }
-    _show_measurements(console, as_json, table, output, "resolution", results, pictures)
+    numbers = {name: result.to_dict() for name, result in results.items()}
+    show(
+        console,
+        as_json,
+        numbers,
+        table,
+        lambda: None if output is None else write_measurements(output, "resolution", numbers, pictures),
+    )
 
 
 def receptive_field(
-    model: Model,
-    files: Files,
-    length: Length = 1024,
-    segments: Segments = 4,
+    model: options.Model,
+    files: options.Files,
+    length: options.Length = 1024,
+    segments: options.Segments = 4,
     threshold: Annotated[
-        float, typer.Option(callback=finite, help="Share of the gradient that the tokens counted hold.")
+        float, typer.Option(callback=options.finite, help="Share of the gradient that the tokens counted hold.")
     ] = 0.99,
     batch_size: Annotated[int, typer.Option(min=1, help="Segments at once.")] = 1,
-    attention_pattern: Patterns = None,
-    output: Output = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    trust_remote_code: Trust = False,
-    text_field: TextField = "text",
-    as_json: Json = False,
+    attention_pattern: options.Patterns = None,
+    output: options.Output = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    trust_remote_code: options.Trust = False,
+    text_field: options.TextField = "text",
+    as_json: options.Json = False,
 ) -> None:
     """Measure how many tokens act on a prediction (arXiv 2212.10356, section 5.1)."""
     from lex_hf.data.documents import load_documents
     from lex_hf.evaluation import plots
     from lex_hf.evaluation.receptive_field import receptive_field as measure
     from lex_hf.evaluation.sweep import check_patterns, with_patterns
-    from lex_hf.evaluation.writing import check_measurements
+    from lex_hf.evaluation.writing import check_measurements, write_measurements
 
+    patterns = attention_pattern or ()
     with session(as_json) as console:
-        check_patterns(attention_pattern or ())
+        check_patterns(patterns)
         if output is not None:
             check_measurements(output, "receptive-field")
         texts = load_documents(files, text_field=text_field)
         loading = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-        results = {
-            name: measure(network, ids, threshold=threshold, batch_size=batch_size)
-            for name, network, ids in with_patterns(
-                model, texts, attention_pattern or (), loading=loading, length=length, count=segments
-            )
-        }
-    table = Table(title=f"{model}: receptive field, {segments} segments of {length} tokens")
-    for column in ("pattern", f"empirical ({threshold:g})", "theoretical"):
-        table.add_column(column, justify="right")
+        loaded = with_patterns(model, texts, patterns, loading=loading, length=length, count=segments)
+        results = {name: measure(*given, threshold=threshold, batch_size=batch_size) for name, *given in loaded}
+    columns = map(_right, ("pattern", f"empirical ({threshold:g})", "theoretical"))
+    table = Table(*columns, title=f"{model}: receptive field, {segments} segments of {length} tokens")
     for name, result in results.items():
         theoretical = "the whole text" if result.theoretical is None else str(result.theoretical)
         table.add_row(name, str(result.erf), theoretical)
     title = f"{model}: what acts on the prediction after {length} tokens"
     pictures = {"receptive-field": lambda: plots.receptive_fields(results, title=title)}
-    _show_measurements(console, as_json, table, output, "receptive-field", results, pictures)
-
-
-def _show_measurements(
-    console: Console,
-    as_json: bool,
-    table: Table,
-    folder: Path | None,
-    name: str,
-    results: dict[str, Any],
-    pictures: dict[str, Callable[[], Any]],
-) -> None:
-    """Write numbers and pictures, if there is a folder for them, and print the numbers."""
-    from lex_hf.evaluation.writing import write_measurements
-
-    numbers = {key: result.to_dict() for key, result in results.items()}
-    print_after(
-        lambda: print_json(numbers) if as_json else console.print(table),
-        lambda: None if folder is None else write_measurements(folder, name, numbers, pictures),
+    numbers = {name: result.to_dict() for name, result in results.items()}
+    show(
+        console,
+        as_json,
+        numbers,
+        table,
+        lambda: None if output is None else write_measurements(output, "receptive-field", numbers, pictures),
     )
+
+
+def _right(name: str) -> Column:
+    return Column(name, justify="right")
 
 
 def _says(holds: bool, what: str) -> str:

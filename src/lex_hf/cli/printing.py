@@ -2,12 +2,12 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich import box
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from lex_hf.records import to_json
 from lex_hf.reproduce.console import plain_console
@@ -32,13 +32,30 @@ def print_json(value: Any) -> None:
     print(to_json(value))  # noqa: T201
 
 
-def print_after(printing: Callable[[], None], *writing: Callable[[], None]) -> None:
-    """Write results and print them; each is done whatever becomes of the others, printing last."""
+def show(console: Console, as_json: bool, result: Any, shown: Table | str, *writing: Callable[[], None]) -> None:
+    """Write a result to files and print it, as JSON or as what is shown; each is done whatever becomes of the others.
+
+    It is printed last, after a [`session`], which keeps standard output free.
+    """
     with contextlib.ExitStack() as stack:
-        for each in (printing, *reversed(writing)):
-            stack.callback(each)
+        if as_json:
+            stack.callback(print_json, result)
+        else:
+            stack.callback(console.print, shown)
+        for write in reversed(writing):
+            stack.callback(write)
 
 
-def new_table(title: str, caption: str | None = None) -> Table:
+def number(name: str) -> Column:
+    """Return a column of numbers, which are not wrapped."""
+    return Column(name, justify="right", no_wrap=True)
+
+
+def new_table(
+    title: str, columns: Iterable[Column | str], rows: Iterable[Iterable[str]], caption: str | None = None
+) -> Table:
     """Return a table whose cells have space between them and no lines."""
-    return Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(*columns, title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for row in rows:
+        table.add_row(*row)
+    return table

@@ -47,14 +47,16 @@ def fail(message: str, code: int) -> NoReturn:
     """End the command with a message."""
     console = plain_console(stderr=True)
     console.print(message, soft_wrap=not console.is_terminal)
-    _write_no_more_if_full()
+    try:  # Python would report, when it ends, that what was printed does not fit on the disk
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        _write_no_more()
     raise typer.Exit(code)
 
 
 def _sentence(error: Exception) -> str | None:
     """Return what to say of an error; `None` if it is a fault of the program."""
-    if isinstance(error, MemoryError):
-        return _no_memory(error)
     if isinstance(error, RecursionError):
         return f"Something in the input is nested too deeply ({error})."
     if isinstance(error, OverflowError):
@@ -63,37 +65,22 @@ def _sentence(error: Exception) -> str | None:
         return f"{error}. Install the package it belongs to: pip install {error.name.partition('.')[0]}"
     if isinstance(error, _ERRORS):
         return str(error) or type(error).__name__
-    return _sentence_of_library(error)
-
-
-def _sentence_of_library(error: Exception) -> str | None:
-    """Return what to say of an error of a class that a library defines, which is imported only now."""
-    from huggingface_hub.errors import StrictDataclassError
+    if _is_of_memory(error):
+        return f"Not enough memory ({error}). Choose smaller batches, shorter texts or a smaller model."
+    from huggingface_hub.errors import StrictDataclassError  # only now, because libraries are slow to import
     from safetensors import SafetensorError
 
     if isinstance(error, StrictDataclassError):
         return str(error.__cause__ or error)
-    if isinstance(error, SafetensorError):
-        return str(error)
+    return str(error) if isinstance(error, SafetensorError) else None
+
+
+def _is_of_memory(error: Exception) -> bool:
     if isinstance(error, RuntimeError):
         from torch import OutOfMemoryError
 
-        if isinstance(error, OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY):
-            return _no_memory(error)
-    return None
-
-
-def _no_memory(error: BaseException) -> str:
-    return f"Not enough memory ({error}). Choose smaller batches, shorter texts or a smaller model."
-
-
-def _write_no_more_if_full() -> None:
-    """Keep Python from reporting, when it ends, that what was printed does not fit on the disk."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
-        _write_no_more()
+        return isinstance(error, OutOfMemoryError) or any(words in str(error) for words in _NO_MEMORY)
+    return isinstance(error, MemoryError)
 
 
 def _write_no_more() -> None:

@@ -5,9 +5,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Column
 
 from lex_hf.cli.options import Assignments, Files, Json, TextField
-from lex_hf.cli.printing import is_main_process, new_table, print_json, session
+from lex_hf.cli.printing import is_main_process, new_table, number, print_json, session, show
 from lex_hf.records import check_new_folder
 
 
@@ -90,13 +91,8 @@ def train(
         )
         if not is_main_process():
             return
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        console.print(
-            f"{result.steps} steps, {result.tokens} tokens, mean loss {result.train_loss:.4f} nats per token; "
-            f"the model is in {result.model_folder}"
-        )
+    figures = f"{result.steps} steps, {result.tokens} tokens, mean loss {result.train_loss:.4f} nats per token"
+    show(console, as_json, result.to_dict(), f"{figures}; the model is in {result.model_folder}")
 
 
 def tokenizer(
@@ -116,10 +112,8 @@ def tokenizer(
         texts = (document["text"] for document in stream_documents(files, text_field=text_field))
         trained = train_tokenizer(texts, vocab_size)
         save_pretrained(output, trained)
-    if as_json:
-        print_json({"tokens": len(trained), "folder": str(output)})
-    else:
-        console.print(f"{len(trained)} tokens; the tokenizer is in {output}")
+    result = {"tokens": len(trained), "folder": str(output)}
+    show(console, as_json, result, f"{len(trained)} tokens; the tokenizer is in {output}")
 
 
 def warm_start(
@@ -145,47 +139,36 @@ def warm_start(
         fields = model_fields(assignments or [])
         converted, name = converting.warm_start(source, output, tokenizer=tokenizer, **fields)
     count = sum(parameter.numel() for parameter in converted.parameters())
-    if as_json:
-        print_json({"parameters": count, "tokenizer": name, "folder": str(output)})
-    else:
-        console.print(f"{count} parameters; the model is in {output}")
+    result = {"parameters": count, "tokenizer": name, "folder": str(output)}
+    show(console, as_json, result, f"{count} parameters; the model is in {output}")
 
 
 def _print_estimate(console: Console, name: str, estimate: Any, text: str) -> None:
     """Print what a training would take, and the recipe with all that was changed."""
     from lex_hf.training.estimate import HOW_MEMORY_IS_ESTIMATED
 
-    table = new_table(f"{name}: what it takes")
-    table.add_column("what", overflow="fold")
-    table.add_column("how much", justify="right", no_wrap=True)
-    for row in _estimate_rows(estimate):
-        table.add_row(*row)
-    console.print(table)
+    memory = estimate.memory
+    rows = (
+        ("parameters", _amount(estimate.parameters)),
+        ("of these no embeddings", _amount(estimate.parameters_without_embeddings)),
+        ("devices", _amount(estimate.devices)),
+        ("examples that a device takes at once", _amount(estimate.batch_size)),
+        ("batches that a device takes for a step", _amount(estimate.accumulation)),
+        ("tokens per step, over all devices", _amount(estimate.tokens_per_step)),
+        ("steps", _amount(estimate.steps)),
+        ("tokens", _amount(estimate.tokens)),
+        ("floating-point operations, 6 N T + attention", _amount(estimate.flops, ".3g")),
+        ("memory of a device: weights", _amount(memory.weights, "GiB")),
+        ("gradients", _amount(memory.gradients, "GiB")),
+        ("optimiser", _amount(memory.optimizer, "GiB")),
+        ("activations", _amount(memory.activations, "GiB")),
+        ("together", _amount(memory.total, "GiB")),
+    )
+    console.print(new_table(f"{name}: what it takes", [Column("what", overflow="fold"), number("how much")], rows))
     console.print(f"Memory. {HOW_MEMORY_IS_ESTIMATED}", "", text, sep="\n")
 
 
-def _estimate_rows(estimate: Any) -> list[tuple[str, str]]:
-    memory = estimate.memory
-    rows: list[tuple[str, int | None, str]] = [
-        ("parameters", estimate.parameters, "{:,}"),
-        ("of these no embeddings", estimate.parameters_without_embeddings, "{:,}"),
-        ("devices", estimate.devices, "{:,}"),
-        ("examples that a device takes at once", estimate.batch_size, "{:,}"),
-        ("batches that a device takes for a step", estimate.accumulation, "{:,}"),
-        ("tokens per step, over all devices", estimate.tokens_per_step, "{:,}"),
-        ("steps", estimate.steps, "{:,}"),
-        ("tokens", estimate.tokens, "{:,}"),
-        ("floating-point operations, 6 N T + attention", estimate.flops, "{:.3g}"),
-        ("memory of a device: weights", memory.weights, "GiB"),
-        ("gradients", memory.gradients, "GiB"),
-        ("optimiser", memory.optimizer, "GiB"),
-        ("activations", memory.activations, "GiB"),
-        ("together", memory.total, "GiB"),
-    ]
-    return [(name, _amount(value, form)) for name, value, form in rows]
-
-
-def _amount(value: int | None, form: str) -> str:
+def _amount(value: int | None, form: str = ",") -> str:
     if value is None:
         return "not known"
-    return f"{value / 2**30:.2f} GiB" if form == "GiB" else form.format(value)
+    return f"{value / 2**30:.2f} GiB" if form == "GiB" else f"{value:{form}}"

@@ -7,13 +7,13 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from importlib import resources
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import yaml  # type: ignore[import-untyped]
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.dataclasses import type_validator
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.utils import CONFIG_NAME, logging
 
@@ -131,7 +131,9 @@ def measure(
     if not lengths:
         raise ValueError("There are no lengths to measure at: give at least one, in tokens.")
     training = _training(folder)
-    texts = {name: _texts(files, characters) for name, files in corpora.items()}
+    texts = {
+        name: [text[:characters] for text in load_documents(list(files))["text"]] for name, files in corpora.items()
+    }
     model, tokenizer = load_for_evaluation(str(folder), device="cpu")
     evaluation = {name: _evaluate(model, tokenizer, each, lengths) for name, each in texts.items()}
     record = {
@@ -149,7 +151,7 @@ def measure(
         write_text(folder / CARD, _render_file(folder / RECORD))
         _draw(folder, record)
     except OSError:  # e.g. a full disk: long measurements must not be lost
-        logger.error("This was measured, and could not be written:\n%s", _table(record))
+        logger.error("This was measured, and could not be written:\n%s", _from_template("table.md", record))
         raise
     return record
 
@@ -207,7 +209,7 @@ def _parts(card: str) -> tuple[Any, str]:
 def _render_file(path: Path) -> str:
     try:
         return render(read_json(path))
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except (AttributeError, IndexError, KeyError, TypeError, UndefinedError) as error:
         raise ValueError(
             f"{path} is not a record of `lex-hf card` ({type(error).__name__}: {error}): measure the model again."
         ) from error
@@ -215,28 +217,24 @@ def _render_file(path: Path) -> str:
 
 def render(record: Mapping[str, Any]) -> str:
     """Render a record as a model card with the front matter of the Hub."""
-    about, model = record["about"], record["model"]
-    card = ModelCard.from_template(
-        _card_data(record),
-        template_str=(resources.files(__package__) / "templates" / "model_card.md").read_text(encoding="utf-8"),
-        **model,
-        name=about["name"],
-        repo_id=about["repo_id"],
-        summary=about["summary"],
-        license=about["license"],
-        protocol=record["protocol"],
+    losses = record["training"]["losses"]
+    stride = max(1, -(-len(losses) // _LOSSES_SHOWN))
+    text = _from_template(
+        "model_card.md",
+        record,
+        card_data=_card_data(record).to_yaml(),
         temperature=TEMPERATURE,
-        table=_table(record),
-        verdicts="\n".join(_verdicts(record)),
-        samples="\n\n".join(_quoted(each) for each in record["samples"]),
-        training=_training_text(record),
-        losses="\n".join(f"| {step} | {_number(loss, 3)} |" for step, loss in _thinned(record["training"]["losses"])),
-        data="\n".join(f"- {line}" for line in [*about["data"], *_test_lines(about)]),
-        limits="\n".join(f"- {line}" for line in about["limits"]),
-        commands="\n".join(f"$ {line}" for line in (about["command"], record["command"]) if line),
-        versions=", ".join(f"{name} {version}" for name, version in record["versions"].items()) + ".",
+        verdicts=_verdicts(record),
+        quoted=[_quoted(each) for each in record["samples"]],
+        losses=losses[::-1][::stride][::-1],  # the last one among them
     )
-    return str(card.content).rstrip() + "\n"
+    return str(ModelCard(text).content).rstrip() + "\n"
+
+
+def _from_template(name: str, record: Mapping[str, Any], **values: Any) -> str:
+    loader = FileSystemLoader(Path(__file__).with_name("templates"))
+    templates = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    return templates.get_template(name).render(dict(record), number=_number, **values)
 
 
 def _card_data(record: Mapping[str, Any]) -> ModelCardData:
@@ -289,20 +287,14 @@ def _training(folder: Path) -> dict[str, Any]:
     if not states:
         raise ValueError(f"{folder} holds no trainer_state.json: measure the folder that the training wrote.")
     state = read_json(states[-1])
-    logged = [entry for entry in state["log_history"] if "loss" in entry]
-    config = read_json(folder / CONFIG_NAME)
-    tokens = max(entry.get("num_input_tokens_seen", 0) for entry in state["log_history"])
+    history = state["log_history"]
     return {
         "steps": state["global_step"],
-        "tokens": int(tokens),
-        "length": config["training_length"],
-        "seconds": max((entry.get("train_runtime", 0.0) for entry in state["log_history"]), default=0.0),
-        "losses": [[entry["step"], float(entry["loss"])] for entry in logged],
+        "tokens": int(max(entry.get("num_input_tokens_seen", 0) for entry in history)),
+        "length": read_json(folder / CONFIG_NAME)["training_length"],
+        "seconds": max(entry.get("train_runtime", 0.0) for entry in history),
+        "losses": [[entry["step"], float(entry["loss"])] for entry in history if "loss" in entry],
     }
-
-
-def _texts(files: Sequence[str], characters: int | None) -> list[str]:
-    return [text[:characters] for text in load_documents(list(files))["text"]]
 
 
 def _evaluate(
@@ -348,23 +340,6 @@ def _draw(folder: Path, record: Mapping[str, Any]) -> None:
     plots.save(figure, folder / PICTURE)
 
 
-def _table(record: Mapping[str, Any]) -> str:
-    lengths = list(next(iter(record["evaluation"].values())))
-    rows = [["corpus", "texts", *lengths, "bits per byte"], ["---", *["---:"] * (len(lengths) + 2)]]
-    for name, curve in record["evaluation"].items():
-        cells = [_cell(curve[length]) for length in lengths]
-        last = curve[lengths[-1]]
-        rows.append([name, str(last["texts"]), *cells, _number(last["bits_per_byte"], 3)])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
-
-
-def _cell(found: Mapping[str, Any]) -> str:
-    value = _number(found["perplexity"], 2)
-    if found["low"] is None:
-        return value
-    return f"{value} ({_number(found['low'], 1)} to {_number(found['high'], 1)})"
-
-
 def _number(value: float | None, digits: int) -> str:
     """Format a number; JSON has `null` for those that are not finite."""
     return f"{value:.{digits}f}" if _is_finite(value) else "not finite"
@@ -386,8 +361,8 @@ def _verdicts(record: Mapping[str, Any]) -> list[str]:
         lengths = sorted(values)
         steps = [(a, b) for a, b in itertools.pairwise(lengths) if values[b] >= values[a]]
         beyond = f"{lengths[-1] / trained:g} times the training length"
+        where = ", ".join(f"from {a} to {b}" for a, b in steps)
         if steps:
-            where = ", ".join(f"from {a} to {b}" for a, b in steps)
             lines.append(f"- {name}: up to {beyond}, the perplexity does not fall {where} tokens.")
         else:
             lines.append(f"- {name}: the perplexity falls at every step, up to {beyond}.")
@@ -397,22 +372,3 @@ def _verdicts(record: Mapping[str, Any]) -> list[str]:
 def _quoted(sample: Mapping[str, str]) -> str:
     text = f"**{sample['prompt'].strip()}**{sample['text']}".strip()
     return "\n".join(f"> {line}".rstrip() for line in text.splitlines())
-
-
-def _training_text(record: Mapping[str, Any]) -> str:
-    training, about = record["training"], record["about"]
-    minutes = f", {training['seconds'] / 60:.0f} minutes" if training["seconds"] else ""
-    return (
-        f"{training['steps']} steps, {training['tokens'] / 1e6:.2f} million tokens, in examples of "
-        f"{training['length']} tokens, on {about['hardware']}{minutes}."
-    )
-
-
-def _thinned(losses: Sequence[Sequence[float]]) -> list[Sequence[float]]:
-    """Return about a dozen entries of the curve, including the last."""
-    stride = max(1, -(-len(losses) // _LOSSES_SHOWN))
-    return list(losses[::-1][::stride])[::-1]
-
-
-def _test_lines(about: Mapping[str, Any]) -> list[str]:
-    return [f"Tested on {name}: {line}" for name, line in about["test_data"].items()]

@@ -22,6 +22,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from lex_hf.evaluation.loading import check_checkpoint
 from lex_hf.model import modeling_lex
 from lex_hf.model.modeling_lex import AUTO_MAP
+from lex_hf.records import read_json
 
 CARD_NAME = "README.md"
 TIMEOUT = 60.0  # seconds that the Hub may be silent
@@ -67,8 +68,6 @@ _STAYS = {
     "weights that the model does not load": ("*.safetensors", "*.safetensors.index.json"),
     "code that the model does not need": ("*.py", "__pycache__"),
 }
-
-_LEADS_OUT = "link that leads out of the folder or to a hidden file"
 
 _MALFORMED = re.compile("improperly formatted|Malformed response|Invalid server response")  # by huggingface_hub
 
@@ -139,40 +138,25 @@ def push_folder(
     """
     files = files_to_push(folder)
     check_push(folder, repo_id, revision=revision, create_pr=create_pr, message=message)
+    api, root = HfApi(token=token), Path(folder)
     with _patience(timeout), _answers_of_a_hub(repo_id):
-        return _send(HfApi(token=token), Path(folder), files, repo_id, private, revision, message, create_pr)
-
-
-def _send(
-    api: HfApi,
-    folder: Path,
-    files: list["FolderFile"],
-    repo_id: str,
-    private: bool,
-    revision: str | None,
-    message: str,
-    create_pr: bool,
-) -> CommitInfo:
-    """Make what is not there yet, the repository and the branch, and the commit."""
-    repo = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
-    if private and not api.repo_info(repo).private:
-        raise ValueError(
-            f"{repo} is there already, and public: make it private in its settings first, or push without private."
+        repo = api.create_repo(repo_id, private=private or None, exist_ok=True).repo_id
+        if private and not api.repo_info(repo).private:
+            raise ValueError(
+                f"{repo} is there already, and public: make it private in its settings first, or push without private."
+            )
+        if revision is not None and not revision.startswith("refs/"):
+            api.create_branch(repo, branch=revision, exist_ok=True)
+        homes = {CODE_OF_LEX_HF: _PACKAGE}
+        sent = [CommitOperationAdd(file.path, homes.get(file.what, root) / file.path) for file in files]
+        names = {file.path for file in files}
+        # Weights that would be loaded beside those sent, or in their place.
+        replaced = [path for path in api.list_repo_files(repo, revision=revision) if _fits(path, _WEIGHTS)]
+        deleted = [CommitOperationDelete(path) for path in replaced if path not in names]
+        # Not upload_folder: it cuts long uploads into several commits.
+        return api.create_commit(
+            repo, [*sent, *deleted], commit_message=message, revision=revision, create_pr=create_pr
         )
-    if revision is not None and not revision.startswith("refs/"):
-        api.create_branch(repo, branch=revision, exist_ok=True)
-    replaced = _replaced_weights(api.list_repo_files(repo, revision=revision), {file.path for file in files})
-    # Not upload_folder: it cuts long uploads into several commits.
-    return api.create_commit(
-        repo,
-        [
-            *(CommitOperationAdd(file.path, _source(folder, file)) for file in files),
-            *(CommitOperationDelete(path) for path in replaced),
-        ],
-        commit_message=message,
-        revision=revision,
-        create_pr=create_pr,
-    )
 
 
 def files_to_push(folder: str | Path) -> list[FolderFile]:
@@ -202,7 +186,9 @@ def examine_folder(folder: str | Path) -> list[FolderFile]:
     """
     root = Path(folder)
     config = _check_config(root)
-    home = _home_of_code(root)
+    # Code that the folder has was saved with it, perhaps by another version: the two belong together, and files of two
+    # versions need not fit each other. So its own is sent as it is, or refused if a file is missing; none is replaced.
+    home = root if any(os.path.lexists(root / name) for name in _code(_PACKAGE)) else _PACKAGE
     code = _code(home)
     needed = dict.fromkeys(_weights(root), "weights") | dict.fromkeys(code if home == root else (), "code")
     _check_links(root, (CONFIG_NAME, *needed))
@@ -292,16 +278,12 @@ def _answers_of_a_hub(repo_id: str) -> Iterator[None]:
         not_json = isinstance(error, json.JSONDecodeError | UnicodeDecodeError | RecursionError)
         if understood and not not_json and not _MALFORMED.search(str(error)):
             raise
-        raise ValueError(_no_hub(repo_id, error)) from error
-
-
-def _no_hub(repo_id: str, error: Exception) -> str:
-    detail = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-    return (
-        f"The push to {repo_id} broke off: {constants.ENDPOINT} gave an answer that a Hub does not give ({detail}). "
-        "Check HF_ENDPOINT, and whether a proxy or a login page answers in its place; look at the repository before "
-        "you push again."
-    )
+        detail = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise ValueError(
+            f"The push to {repo_id} broke off: {constants.ENDPOINT} gave an answer that a Hub does not give "
+            f"({detail}). Check HF_ENDPOINT, and whether a proxy or a login page answers in its place; look at the "
+            "repository before you push again."
+        ) from error
 
 
 def _explain(error: BaseException, repo_id: str) -> str:
@@ -331,7 +313,7 @@ def _check_config(root: Path) -> dict[str, Any]:
     path = root / CONFIG_NAME
     if not path.is_file():
         raise ValueError(f"{root} has no {CONFIG_NAME}, so it is not the folder of a saved model.")
-    config = _read_json(path)
+    config = _read_object(path)
     model_type = config.get("model_type")
     if model_type != "lex":
         raise ValueError(f"{path} has model_type = {model_type!r}: only LEX models ('lex') are pushed.")
@@ -357,14 +339,12 @@ def _architecture(root: Path, config: Mapping[str, Any]) -> Any:
 
 def _weights(root: Path) -> set[str]:
     """Names of the files that hold the weights, as transformers looks for them: one file, or an index and shards."""
-    index = root / SAFE_WEIGHTS_INDEX_NAME
+    index, shards = root / SAFE_WEIGHTS_INDEX_NAME, set[str]()
     if (root / SAFE_WEIGHTS_NAME).is_file():
         shards = {SAFE_WEIGHTS_NAME}
     elif index.is_file():
-        places = _read_json(index).get("weight_map")
+        places = _read_object(index).get("weight_map")
         shards = set(map(str, places.values())) if isinstance(places, dict) else set()
-    else:
-        shards = set()
     if not shards:
         raise ValueError(f"{root} has no weights as safetensors: {SAVE_AGAIN}.")
     for name in sorted(shards):
@@ -382,20 +362,6 @@ def _check_shard(path: Path, index: Path) -> None:
         raise ValueError(f"{path} is damaged ({error}): save the model again.") from error
 
 
-def _home_of_code(root: Path) -> Path:
-    """The folder whose code is sent: the model's own, or the package's if the model's has none.
-
-    A folder that has code was saved with it, perhaps by another version: the two belong together, and files of two
-    versions need not fit each other. So its own is sent as it is, or refused if a file is missing; none is replaced.
-    """
-    return root if any(os.path.lexists(root / name) for name in _code(_PACKAGE)) else _PACKAGE
-
-
-def _source(root: Path, file: FolderFile) -> Path:
-    """Where the content of a file that is sent comes from."""
-    return (_PACKAGE if file.what == CODE_OF_LEX_HF else root) / file.path
-
-
 def _code(root: Path) -> set[str]:
     """Names of the code files that `auto_map` names, and of all that they import from each other."""
     modules = {root / f"{target.split('.')[0]}.py" for target in AUTO_MAP.values()}
@@ -407,11 +373,8 @@ def _code(root: Path) -> set[str]:
     return {file.name for file in modules | imported}
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON: {error}.") from error
+def _read_object(path: Path) -> dict[str, Any]:
+    content = read_json(path)
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds no JSON object.")
     return content
@@ -419,21 +382,22 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _check_links(root: Path, needed: Iterable[str]) -> None:
     for name in needed:
-        if _leads_out(root, root / name):
-            raise ValueError(
-                f"{root / name} is a {_LEADS_OUT}, {(root / name).resolve()}: put the file itself in its place."
-            )
+        link = _leading_out(root, root / name)
+        if link is not None:
+            raise ValueError(f"{root / name} is a {link}: put the file itself in its place.")
 
 
-def _leads_out(root: Path, path: Path) -> bool:
-    """Return whether a file is a link to one that is not in the folder, or is hidden there."""
+def _leading_out(root: Path, path: Path) -> str | None:
+    """Return what to say of a link to a file that is not in the folder, or is hidden there; `None` for other files."""
     if not path.is_symlink():
-        return False
+        return None
     home, target = root.resolve(), path.resolve()
     # In the cache of huggingface_hub, REPOSITORY/snapshots/REVISION/NAME leads to REPOSITORY/blobs/HASH.
     if home.parent.name == "snapshots" and target.parent == home.parents[1] / "blobs":
-        return False
-    return not target.is_relative_to(home) or any(part.startswith(".") for part in target.relative_to(home).parts)
+        return None
+    if target.is_relative_to(home) and not any(part.startswith(".") for part in target.relative_to(home).parts):
+        return None
+    return f"link that leads out of the folder or to a hidden file, {target}"
 
 
 def _examine(root: Path, prefix: str, needed: dict[str, str]) -> Iterator[FolderFile]:
@@ -455,9 +419,13 @@ def _examine(root: Path, prefix: str, needed: dict[str, str]) -> Iterator[Folder
 
 def _judge(root: Path, path: Path, name: str, needed: dict[str, str], stays: str | None) -> FolderFile:
     size = path.stat().st_size if path.is_file() else 0
-    what = needed.get(name) or (_what(name) if not stays and path.is_file() else None)
-    if what and _leads_out(root, path):
-        what, stays = None, f"{_LEADS_OUT}, {path.resolve()}"
+    what = needed.get(name)
+    if what is None and not stays and path.is_file():
+        is_picture = path.suffix.lower() in _PICTURES
+        what = "picture" if is_picture else next((kind for kind, names in _SENT.items() if _fits(name, names)), None)
+    link = _leading_out(root, path) if what else None
+    if link:
+        what, stays = None, link
     if what and _printable(name) != name:
         what, stays = None, "its name is not UTF-8"
     return FolderFile(_printable(name), size, sent=what is not None, what=what or stays or "no part of a saved model")
@@ -466,18 +434,6 @@ def _judge(root: Path, path: Path, name: str, needed: dict[str, str], stays: str
 def _printable(name: str) -> str:
     """Escape bytes of a name that are not UTF-8, which neither a terminal nor the Hub takes."""
     return name.encode(errors="surrogateescape").decode(errors="backslashreplace")
-
-
-def _what(name: str) -> str | None:
-    """Return the kind of a file by its path, if it is to be sent."""
-    if Path(name).suffix.lower() in _PICTURES:
-        return "picture"
-    return next((what for what, patterns in _SENT.items() if _fits(name, patterns)), None)
-
-
-def _replaced_weights(remote: Iterable[str], sent: set[str]) -> list[str]:
-    """Weights in a repository that would be loaded beside those sent, or in their place."""
-    return [path for path in remote if path not in sent and _fits(path, _WEIGHTS)]
 
 
 def _fits(path: str, patterns: Iterable[str]) -> bool:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -48,7 +47,8 @@ def save_cache(cache: LexCache | LexStaticCache, model: PreTrainedModel, path: s
         f"{index}.{name}": tensor for index, layer in enumerate(layers) for name, tensor in _state(layer).items()
     }
     with whole_file(path) as place:
-        save_file(tensors, place, metadata=_description(layers, model))
+        metadata = {"format": FORMAT, "max_cache_len": str(layers[0].max_cache_len or "")}
+        save_file(tensors, place, metadata=metadata | _identity(model, str(layers[0].dtype)))
 
 
 def load_cache(path: str | Path, model: PreTrainedModel) -> LexCache | LexStaticCache:
@@ -69,7 +69,8 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> LexCache | LexStatic
         with safe_open(path, framework="pt", device=str(model.device)) as file:
             metadata = file.metadata() or {}
             _check(path, metadata, model)
-            cache = _empty_cache(metadata, model)
+            size = metadata["max_cache_len"]
+            cache = LexStaticCache(model.config, int(size)) if size else LexCache(model.config)
             for index, layer in enumerate(cache.layers):
                 _restore(layer, {name: file.get_tensor(f"{index}.{name}") for name in _STATE})
     except SafetensorError as error:
@@ -100,25 +101,15 @@ def _restore(layer: LexCacheLayer, state: dict[str, torch.Tensor]) -> None:
     )
 
 
-def _description(layers: list[Any], model: PreTrainedModel) -> dict[str, str]:
-    """Return the description of a cache, and of the model that filled it."""
-    return {
-        "format": FORMAT,
-        "max_cache_len": str(layers[0].max_cache_len or ""),
-        **_identity(model, str(layers[0].dtype)),
-    }
-
-
 def _check(path: Path, metadata: dict[str, str], model: PreTrainedModel) -> None:
     """Compare a file's description with the model that continues the text."""
     found = metadata.get("format")
-    if (found or "").startswith("lex_hf cache"):
-        if found != FORMAT:
-            raise ValueError(
-                f"{path} was written by an earlier version of lex_hf, such as 0.1.0 (its format is {found!r}, not "
-                f"{FORMAT!r}), which stored other states: read the text again, and save the cache."
-            )
-    else:
+    if found != FORMAT and str(found).startswith("lex_hf cache"):
+        raise ValueError(
+            f"{path} was written by an earlier version of lex_hf, such as 0.1.0 (its format is {found!r}, not "
+            f"{FORMAT!r}), which stored other states: read the text again, and save the cache."
+        )
+    if found != FORMAT:
         raise ValueError(f"{path} is not a LexCache: its format is {found!r}, not {FORMAT!r}.")
     for name, value in _identity(model, str(model.dtype)).items():
         if metadata.get(name) != value:
@@ -137,12 +128,6 @@ def _identity(model: PreTrainedModel, dtype: str) -> dict[str, str]:
         "positions": json.dumps(model.config.key_fields),
         "weights": _fingerprint(model),
     }
-
-
-def _empty_cache(metadata: dict[str, str], model: PreTrainedModel) -> LexCache | LexStaticCache:
-    if metadata["max_cache_len"]:
-        return LexStaticCache(model.config, int(metadata["max_cache_len"]))
-    return LexCache(model.config)
 
 
 def _fingerprint(model: PreTrainedModel) -> str:

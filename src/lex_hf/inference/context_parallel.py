@@ -59,7 +59,8 @@ def read_part(
         ValueError: If a layer has full attention, or the text is too short.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    spans = [model.config.attention_span(pattern) for pattern in model.config.layer_patterns]
+    config = model.config
+    spans = [config.attention_span(pattern) for pattern in config.layer_patterns]
     blocks = [span for span in spans if span is not None]
     if len(blocks) < len(spans):
         raise ValueError(
@@ -67,12 +68,11 @@ def read_part(
             "attention_pattern='blockwise' or 'sliding'."
         )
     start, stop = part_of(input_ids.shape[1], math.lcm(*blocks), rank, size)
-    cache = LexCache(model.config)
+    cache = LexCache(config)
     cache.layers = [_HandedOver(layer.pattern, group, layer.origin) for layer in cache.layers]
     if start:
-        config = model.config
-        heads, width = config.num_attention_heads, config.head_dim
-        cache.early_initialization(input_ids.shape[0], heads, width, model.dtype, model.device)
+        sizes = (input_ids.shape[0], config.num_attention_heads, config.head_dim)
+        cache.early_initialization(*sizes, model.dtype, model.device)
         for layer in cache.layers:
             layer.begin_at(start)
     part = input_ids[:, start:stop].to(model.device)

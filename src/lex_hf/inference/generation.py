@@ -9,11 +9,6 @@ from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 def encode_prompt(text: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> BatchEncoding:
     """Tokenise a prompt; an empty one becomes the start token.
 
-    Args:
-        text: The prompt.
-        model: The model that will read it.
-        tokenizer: Its tokenizer.
-
     Returns:
         `input_ids` and `attention_mask` of shape `(1, tokens)`, on the model's device.
 
@@ -33,12 +28,7 @@ def encode_prompt(text: str, model: PreTrainedModel, tokenizer: PreTrainedTokeni
 
 
 def continue_text(model: PreTrainedModel, inputs: BatchEncoding, **options: Any) -> torch.Tensor:
-    """Continue a prompt.
-
-    Args:
-        model: The model.
-        inputs: The prompt, from [`encode_prompt`].
-        options: Arguments of `generate`.
+    """Continue a prompt from [`encode_prompt`]; the options are arguments of `generate`.
 
     Returns:
         Ids of the new tokens, shape `(tokens,)`.
