@@ -195,7 +195,7 @@ def _check_files(sources: list[str], **files: Path | None) -> None:
             raise ValueError(f"--records {path} is no regular file: what is written there cannot be read again.")
 
 
-def _picture(path: Path, model: str, config: Any) -> Callable[[list[Any]], None]:
+def _picture(path: Path, model: str, config: Any) -> Callable[[list[Any]], Path]:
     """Return what draws results to a file; what it needs of the configuration is there before they are measured."""
     from lex_hf.evaluation import plots, writing  # only here, because they take matplotlib
 

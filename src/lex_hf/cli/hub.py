@@ -96,6 +96,6 @@ def _files_table(title: str, files: list[Any]) -> Table:
     """Return a table of what a push sends, with sizes, and what stays, with the reasons."""
     sent = [file for file in files if file.sent]
     total = decimal(sum(file.size for file in sent))
-    columns = [Column("file", overflow="fold"), number("size"), Column("sent", no_wrap=True), "what, or why not"]
+    columns = (Column("file", overflow="fold"), number("size"), Column("sent", no_wrap=True), "what, or why not")
     rows = ((file.path, decimal(file.size), "yes" if file.sent else "no", file.what) for file in files)
     return new_table(title, columns, rows, caption=f"{len(sent)} files, {total}, would be sent; the rest stays.")

@@ -32,7 +32,7 @@ def print_json(value: Any) -> None:
     print(to_json(value))  # noqa: T201
 
 
-def show(console: Console, as_json: bool, result: Any, shown: Table | str, *writing: Callable[[], None]) -> None:
+def show(console: Console, as_json: bool, result: Any, shown: Table | str, *writing: Callable[[], object]) -> None:
     """Write a result to files and print it, as JSON or as what is shown; each is done whatever becomes of the others.
 
     It is printed last, after a [`session`], which keeps standard output free.
