@@ -157,11 +157,7 @@ def measure(
 
 
 def write_card(folder: str | Path, *, overwrite: bool = False) -> Path:
-    """Render the card of a model from the record in its folder.
-
-    Args:
-        folder: Where the record is.
-        overwrite: Whether a `README.md` may be replaced that is not the card of that record.
+    """Render the card of a model from the record in its folder; `overwrite` is that of [`measure`].
 
     Raises:
         FileNotFoundError: If there is no record.

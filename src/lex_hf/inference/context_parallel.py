@@ -71,7 +71,7 @@ def read_part(
     cache = LexCache(config)
     cache.layers = [_HandedOver(layer.pattern, group, layer.origin) for layer in cache.layers]
     if start:
-        sizes = (input_ids.shape[0], config.num_attention_heads, config.head_dim)
+        sizes = input_ids.shape[0], config.num_attention_heads, config.head_dim
         cache.early_initialization(*sizes, model.dtype, model.device)
         for layer in cache.layers:
             layer.begin_at(start)
