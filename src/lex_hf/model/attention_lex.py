@@ -61,8 +61,8 @@ class Planner:
         Raises:
             ValueError: If the attention function, the position scheme or the cache cannot serve the batch.
         """
-        if layer is not None and layer.block is None and layer.is_preallocated:
-            _check_room(pieces[0], layer.slots)
+        if layer is not None and layer.block is None and layer.max_cache_len is not None:
+            _check_room(pieces[0], layer.max_cache_len)
         if layer is not None and isinstance(pieces[0].before, torch.Tensor):
             (batch,) = pieces
             return [Step.make(self, batch, layer) if batch.length == 1 else self._fold_by_row(batch, layer)]

@@ -348,7 +348,7 @@ class LexCacheLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return how many keys the next `query_length` tokens meet, and how many are no longer kept."""
         if self.is_preallocated:
-            return self.slots, 0
+            return self.slots or 0, 0
         columns = int(self.columns)
         kept = self.fill if isinstance(self.lengths, int) else slots_in_use(int(self.lengths.max()), self.block)
         return kept + query_length, columns - kept
