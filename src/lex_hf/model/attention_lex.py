@@ -171,7 +171,8 @@ class Fold(Movable):
     ) -> "Fold":
         """Divide `length` tokens, which continue at slot `fill`, into head, blocks and tail."""
         block = block or fill + length  # full attention is one block
-        head = min(length, 2 * block - fill)
+        # Not min(): of a length that is a symbol, a compiler then knows which it is, and that nothing is left.
+        head = length if length <= 2 * block - fill else 2 * block - fill
         blocks, tail = (length - head) // block, (length - head) % block
         parts = [
             (0, head, 1, planner.pattern.first_key(fill)),

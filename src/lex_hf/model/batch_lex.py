@@ -100,20 +100,14 @@ class Batch(Movable):
             check_positions(position_ids, batch, length)
         if attention_mask is not None:
             check_mask(attention_mask, batch, length, layer)
-        real = None if attention_mask is None else attention_mask[:, -length:] != 0
-        starts = None if position_ids is None or length == 1 else position_ids[:, 1:] != position_ids[:, :-1] + 1
-        if real is not None and starts is not None:
-            starts = starts & real.all()
         # Tokens are rolled back by number, so a compiler has to break its graph for a cache that records its past.
         as_tensors = torch.compiler.is_compiling() and (layer is None or not layer.record_past)
+        real, starts = _marks(states, attention_mask, position_ids)
         if not as_tensors:
             real = None if real is None or real.all() else real
             starts = None if starts is None or not starts.any() else starts
         elif layer is not None:
-            real = torch.ones((batch, length), dtype=torch.bool, device=states.device) if real is None else real
-            if starts is not None:
-                torch._assert_async(~starts.any(), PACKED)
-                starts = None
+            real, starts = _marks_of_one_document(states, real, starts)
         document, position = (None, None) if starts is None else _documents(starts.expand(batch, -1))
         before = 0 if layer is None else layer.tokens_read(batch, length, states.device)
         if real is None:
@@ -287,6 +281,27 @@ def check_positions(position_ids: torch.Tensor, batch: int, length: int) -> None
             f"position_ids have the shape {shape}; it must be (batch, tokens) = ({batch}, {length}) or (1, {length}): "
             "one position for each of the new tokens."
         )
+
+
+def _marks(
+    states: torch.Tensor, attention_mask: torch.Tensor | None, position_ids: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return which columns hold tokens, and at which columns after the first another document begins, if given."""
+    length = states.shape[1]
+    real = None if attention_mask is None else attention_mask[:, -length:] != 0
+    if position_ids is None or length == 1:
+        return real, None
+    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    return real, starts if real is None else starts & real.all()
+
+
+def _marks_of_one_document(
+    states: torch.Tensor, real: torch.Tensor | None, starts: torch.Tensor | None
+) -> tuple[torch.Tensor, None]:
+    """Return marks that are the same in every graph, which asserts that no other document begins."""
+    if starts is not None:
+        torch._assert_async(~starts.any(), PACKED)
+    return torch.ones(states.shape[:2], dtype=torch.bool, device=states.device) if real is None else real, None
 
 
 def _check_tokens(real: torch.Tensor) -> None:
