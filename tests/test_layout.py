@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -151,11 +150,12 @@ def test_modules_that_moved_are_found_under_their_old_names(name: str, monkeypat
     assert old.__spec__.name == old.__name__
 
 
-@pytest.mark.processes
-def test_a_moved_module_warns_where_it_is_imported() -> None:
-    code = "import lex_hf\nfrom lex_hf.perplexity import compute_perplexity"
-    result = subprocess.run([sys.executable, "-W", "always", "-c", code], capture_output=True, text=True, check=True)
-    assert "<string>:2: DeprecationWarning: lex_hf.perplexity is now lex_hf.evaluation.perplexity" in result.stderr
+def test_a_moved_module_warns_where_it_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "lex_hf.perplexity", raising=False)
+    monkeypatch.delitem(vars(lex_hf), "perplexity", raising=False)
+    with pytest.warns(DeprecationWarning, match="lex_hf.perplexity is now lex_hf.evaluation.perplexity") as warned:
+        exec(compile("import lex_hf\nfrom lex_hf.perplexity import compute_perplexity", "<script>", "exec"), {})
+    assert [(each.filename, each.lineno) for each in warned] == [("<script>", 2)]
 
 
 def test_unknown_modules_and_names_are_errors() -> None:

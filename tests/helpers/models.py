@@ -87,7 +87,7 @@ scheme_fields = st.sampled_from(SCHEMES)
 
 pattern_fields = st.sampled_from(PATTERNS)
 
-quick = hypothesis_settings(max_examples=25)
+quick = hypothesis_settings(max_examples=20)
 
 
 def dense_logits(model: LexForCausalLM, ids: torch.Tensor) -> torch.Tensor:

@@ -111,8 +111,8 @@ class Planner:
         positions = batch.positions(self.device)
         if block is None:
             return self.scheme.rotation(positions, positions, block, self.dtype)
-        in_pair = torch.where(slots < 2 * block, slots, block + slots % block)
-        return self.scheme.rotation(positions, (in_pair - block).expand(positions.shape), block, self.dtype)
+        offsets = torch.where(slots < 2 * block, slots - block, slots % block)
+        return self.scheme.rotation(positions, offsets.expand(positions.shape), block, self.dtype)
 
     def bias(self, query: torch.Tensor, key: torch.Tensor, num_slots: int) -> torch.Tensor | None:
         """Return the position bias of this process's heads.
@@ -263,15 +263,14 @@ class Fold(Movable):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         outputs, weights = [], []
         for (start, size, count, first_key), mask, causal in zip(self.parts, self.masks, self.causal, strict=True):
-            before, decay = self.fill + start - first_key, self.rotation.decay if start else None
-            keys, values = (states.narrow(2, first_key, before + size * count) for states in (key, value))
+            before = self.fill + start - first_key
             queries = _folded(query.narrow(2, start, size * count), count)
-            if decay is None:
-                keys = _windows(keys, before, count)
-            else:
-                previous, own = scaled(keys[:, :, :-size], decay), keys[:, :, before:]
-                keys = torch.cat((_folded(previous, count), _folded(own, count)), dim=2)
-            output, part = function(queries, keys, _windows(values, before, count), mask, causal)
+            keys, values = (
+                _windows(states.narrow(2, first_key, before + size * count), before, count) for states in (key, value)
+            )
+            # In the head all exponents count from one place; any other block counts from itself.
+            scales = self.rotation.scales(before, size) if start else None
+            output, part = function(queries, scaled(keys, scales), values, mask, causal)
             # As attention functions leave it, so that the output projection need not copy.
             outputs.append(_unfolded(output.transpose(1, 2), count))
             weights.append(part)

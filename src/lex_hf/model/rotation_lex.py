@@ -37,6 +37,12 @@ class Rotation(Movable):
             return query, key
         return rotate(query, self.query), rotate(key, self.key)
 
+    def scales(self, before: int, size: int) -> torch.Tensor | None:
+        """Return what keys of a block and of the `before` slots before it are multiplied by, `(slots, head_dim)`."""
+        if self.decay is None:
+            return None
+        return torch.cat((self.decay.expand(before, -1), self.decay.new_ones((size, len(self.decay)))))
+
 
 def scaled(states: torch.Tensor, factors: torch.Tensor | None) -> torch.Tensor:
     """Multiply states by real factors, in float32 or float64, rounded once.
