@@ -161,9 +161,11 @@ class RotaryScheme(PositionScheme):
             "scalar": torch.full_like(pairs, gamma / (1 + gamma)),
             "none": torch.ones_like(pairs),
         }["none" if is_rope else config.xpos_scale]
-        # No buffers: transformers re-creates non-persistent ones empty, and `.to(dtype)` rounds them.
-        self._angle, self._decay = angle, zeta.log() / config.xpos_scale_base
-        self._largest_decay = float(self._decay.abs().max())
+        # Plain numbers, not buffers: transformers re-creates non-persistent buffers empty, and `.to(dtype)` rounds
+        # them.
+        self._angle: list[float] = angle.tolist()
+        self._decay: list[float] = (zeta.log() / config.xpos_scale_base).tolist()
+        self._is_scaled = any(self._decay)
 
     def rotation(
         self, positions: torch.Tensor, offsets: torch.Tensor, block: int | None, dtype: torch.dtype
@@ -172,34 +174,31 @@ class RotaryScheme(PositionScheme):
         dtype = torch.promote_types(dtype, torch.float32)
         # In float64, also of far positions: an angle of float32 has lost its fraction at position 10^7.
         place = torch.device("cpu") if positions.device.type == "mps" else positions.device  # MPS has no float64
-        angle = _column(positions, place) * self._angle.to(place)
+        angle = positions.to(place).double()[..., None, :, None] * self._constant("_angle", place)
         factors = torch.stack((angle.cos(), angle.sin()), dim=-1)
-        if not self._largest_decay:
+        if not self._is_scaled:
             factors = factors.to(positions.device, dtype)
             return Rotation(factors, factors)
-        scale = torch.exp(_column(offsets, place) * self._decay.to(place)).unsqueeze(-1)
+        decay = self._constant("_decay", place)
+        scale = torch.exp(offsets.to(place).double()[..., None, :, None] * decay)[..., None]
+        previous = None if block is None else torch.exp(block * decay).repeat_interleave(2).to(positions.device, dtype)
         query, key = ((factors * exact).to(positions.device, dtype) for exact in (scale, 1 / scale))
-        if block is None:
-            return Rotation(query, key)
-        previous = torch.exp(block * self._decay).repeat_interleave(2)
-        return Rotation(query, key, previous.to(positions.device, dtype))
+        return Rotation(query, key, previous)
+
+    def _constant(self, name: str, device: torch.device) -> torch.Tensor:
+        return torch.tensor(getattr(self, name), dtype=torch.float64, device=device)
 
     def check_length(self, length: int, block: int | None, dtype: torch.dtype) -> None:
         """Check that full attention, which scales position p by ζ^(p/B), stays within the range of the dtype."""
-        if block is not None or not self._largest_decay:
+        if block is not None or not self._is_scaled:
             return
         # Room for states up to 2^4, so that neither end is rounded to zero or infinity.
-        limit = int((-math.log(torch.finfo(dtype).tiny) - 4 * math.log(2)) / self._largest_decay)
+        limit = int((-math.log(torch.finfo(dtype).tiny) - 4 * math.log(2)) / -min(self._decay))
         if length > limit:
             raise ValueError(
                 f"xPos with full attention reaches {limit} tokens in {str(dtype).removeprefix('torch.')}; this text "
                 f"has {length}. Load the model with attention_pattern='blockwise' (any length), or use float32."
             )
-
-
-def _column(places: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return `(sequence,)` or `(batch, sequence)` in float64 for all heads and channels, `(…, 1, sequence, 1)`."""
-    return places.to(device, torch.float64).unsqueeze(-2).unsqueeze(-1)
 
 
 class BiasScheme(PositionScheme):
