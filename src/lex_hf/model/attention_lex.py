@@ -98,7 +98,7 @@ class Planner:
             return Fold.divide(self, batch, layer.block, 0, end, rotation, fills)
         key = torch.arange(end, device=self.device)
         mask = self.mask(self.pattern.visible(slots, key), self.bias(slots, key, end))
-        return Fold(batch, width, ((0, batch.length, 1, 0),), (mask,), (False,), rotation, fills)
+        return Fold(batch, width, ((0, batch.length, 1, 0),), (mask,), (False,), (None,), rotation, fills)
 
     def rotation(self, batch: Batch, slots: torch.Tensor, block: int | None) -> Rotation:
         """Return the rotation of new tokens.
@@ -146,6 +146,7 @@ class Fold(Movable):
         masks: Mask of each part, shape `(batch or 1, num_heads or 1, query, key)`, where several blocks are rows of
             the batch; `None` where all keys are seen or `causal` says it.
         causal: Whether the attention function hides keys after their query by itself, in each part.
+        scales: What the keys of each part are multiplied by, shape `(key, head_dim)`; `None` if they stay as they are.
         rotation: What queries and keys are rotated by.
         fills: Slots of each row in use, shape `(batch,)`, where they differ.
     """
@@ -155,6 +156,7 @@ class Fold(Movable):
     parts: tuple[tuple[int, int, int, int], ...]
     masks: tuple[torch.Tensor | None, ...]
     causal: tuple[bool, ...]
+    scales: tuple[torch.Tensor | None, ...]
     rotation: Rotation
     fills: torch.Tensor | None = None
 
@@ -179,8 +181,11 @@ class Fold(Movable):
             (head, block, blocks, block),
             (head + blocks * block, tail, 1, block + blocks * block),
         ]
-        plan = cls(batch, fill, tuple(part for part in parts if part[1] and part[2]), (), (), rotation, fills)
-        masks = [plan._mask(planner, *part) for part in plan.parts]
+        parts = [part for part in parts if part[1] and part[2]]
+        # In the head all exponents count from one place; any other block counts from itself.
+        scales = [rotation.scales(block, size) if start else None for start, size, _, _ in parts]
+        plan = cls(batch, fill, tuple(parts), (), (), tuple(scales), rotation, fills)
+        masks = [plan._mask(planner, *part) for part in parts]
         return replace(plan, masks=tuple(mask for mask, _ in masks), causal=tuple(causal for _, causal in masks))
 
     def _mask(
@@ -262,18 +267,17 @@ class Fold(Movable):
         self, function: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         outputs, weights = [], []
-        for (start, size, count, first_key), mask, causal in zip(self.parts, self.masks, self.causal, strict=True):
+        for part, mask, causal, scales in zip(self.parts, self.masks, self.causal, self.scales, strict=True):
+            start, size, count, first_key = part
             before = self.fill + start - first_key
             queries = _folded(query.narrow(2, start, size * count), count)
             keys, values = (
                 _windows(states.narrow(2, first_key, before + size * count), before, count) for states in (key, value)
             )
-            # In the head all exponents count from one place; any other block counts from itself.
-            scales = self.rotation.scales(before, size) if start else None
-            output, part = function(queries, scaled(keys, scales), values, mask, causal)
+            output, of_part = function(queries, scaled(keys, scales), values, mask, causal)
             # As attention functions leave it, so that the output projection need not copy.
             outputs.append(_unfolded(output.transpose(1, 2), count))
-            weights.append(part)
+            weights.append(of_part)
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return output.transpose(1, 2), self._dense_weights(weights, query.shape[2], key.shape[2]) if dense else None
 
