@@ -10,6 +10,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import gc
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +23,21 @@ from hypothesis import settings
 
 settings.register_profile("lex", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("lex")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep xdist from beginning with the files of most tests: those of few tests start processes, and take longest."""
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files of long tests, then of many, so that processes that share the files end together."""
+    long, tests = Counter[Path](), Counter(item.path for item in items)
+    for item in items:
+        long[item.path] += any(item.get_closest_marker(name) for name in ("processes", "inductor"))
+    items.sort(key=lambda item: (-long[item.path], -tests[item.path]))
 
 
 def pytest_collection() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from helpers.forks import PACKAGE
 from helpers.models import tiny_model
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.main import get_command
@@ -418,27 +419,7 @@ main()
 """
 
 
-# Each of two processes ends like `python -m lex_hf`; both have its imports from one.
-CUT_OFF = """
-import os, runpy, sys
-import lex_hf.cli.commands, lex_hf.evaluation.loading
-
-codes = []
-for out in sys.argv[1:]:
-    process = os.fork()
-    if not process:
-        os.dup2(int(out), 1)
-        sys.argv = ["lex-hf", "check", "model"]
-        runpy.run_module("lex_hf", run_name="__main__")
-        os._exit(0)
-    codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
-print(*codes)
-"""
-
-
-def said_and_printed(code: str, *arguments: object, **options: Any) -> tuple[list[str], str, int]:
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    process = subprocess.run(command, capture_output=True, text=True, timeout=240, **options)
+def said_and_printed(process: subprocess.CompletedProcess[str]) -> tuple[list[str], str, int]:
     assert "Traceback" not in process.stderr
     errors = [line for line in process.stderr.splitlines() if line.startswith("Error")]
     return errors, process.stdout, process.returncode
@@ -447,12 +428,16 @@ def said_and_printed(code: str, *arguments: object, **options: Any) -> tuple[lis
 @pytest.mark.processes
 def test_interrupted_and_cut_off_processes_leave_no_traceback(places: Path) -> None:
     """While it imports, when nobody reads on, and when the disk is full."""
-    assert said_and_printed(INTERRUPTED, "typer", "--help") == ([], "", 130)
-    assert said_and_printed(INTERRUPTED, "transformers", "check", "model") == ([], "", 130)
+    for words in (["typer", "--help"], ["transformers", "check", "model"]):
+        command = [sys.executable, "-c", INTERRUPTED, *words]
+        interrupted = subprocess.run(command, capture_output=True, text=True, timeout=240)
+        assert said_and_printed(interrupted) == ([], "", 130)
     reading, writing = os.pipe()
     os.close(reading)
     full = os.open("/dev/full", os.O_WRONLY)
-    found = said_and_printed(CUT_OFF, writing, full, pass_fds=(writing, full))
+    check = ["-m", "lex_hf", "check", "model"]
+    cut_off, not_written = (said_and_printed(PACKAGE.run(*check, stdout=file)) for file in (writing, full))
     os.close(writing)
     os.close(full)
-    assert found == (["Error: [Errno 28] No space left on device"], "1 1\n", 0)
+    assert cut_off == ([], "", 1)
+    assert not_written == (["Error: [Errno 28] No space left on device"], "", 1)

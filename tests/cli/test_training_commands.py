@@ -1,16 +1,14 @@
 """The commands train, tokenizer and warm-start."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.commands import SMALL, lex, setting
+from helpers.forks import PACKAGE
 from helpers.official import official_state
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
@@ -33,15 +31,13 @@ def test_fine_tuning_starts_from_the_model_given(tmp_path: Path, text: Path, mod
 @pytest.mark.processes
 def test_an_interrupted_training_can_be_loaded_and_resumed(tmp_path: Path, text: Path) -> None:
     folder, sizes = tmp_path / "out", [*SMALL, *setting(save_steps=5)]
-    command = [sys.executable, "-m", "lex_hf", "train", "tiny", str(text), "--output", str(folder), *sizes]
-    endless = [*command, *setting(max_steps=100_000)]
-    process = subprocess.Popen(endless, stderr=subprocess.PIPE, text=True, env=os.environ)
-    deadline = time.monotonic() + 120
-    while not list(folder.glob("checkpoint-*/trainer_state.json")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=120)
-    assert process.returncode == 130, errors
+    endless = ["train", "tiny", text, "--output", folder, *sizes, *setting(max_steps=100_000)]
+    with PACKAGE.start("-m", "lex_hf", *endless) as process:
+        while not list(folder.glob("checkpoint-*/trainer_state.json")) and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait() == 130, process.stderr
+        errors = process.stderr
     assert "resume=True" in errors
     assert "Traceback" not in errors
     last = max(folder.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))

@@ -1,13 +1,11 @@
 """Perplexity in two processes: the numbers of one."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.forks import PACKAGE
 from helpers.perplexity import TEXTS, compute, lex
 
 from lex_hf.evaluation.perplexity import PROTOCOLS, load_for_evaluation
@@ -54,10 +52,7 @@ def approximately(value: Any) -> Any:
 def test_two_processes_give_the_numbers_of_one(tmp_path: Path, lex_folder: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(SHARED)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [*launcher, str(script), str(tmp_path / "cache"), lex_folder, str(tmp_path), *TEXTS]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, timeout=300, check=False, capture_output=True, text=True)
+    run = PACKAGE.run_together(2, script, tmp_path / "cache", lex_folder, tmp_path, *TEXTS)
     assert run.returncode == 0, run.stderr
 
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))

@@ -1,16 +1,14 @@
 """Records of perplexity: what is taken from them, killed runs, full disks, and other files."""
 
 import json
-import os
 import resource
 import signal
-import subprocess
-import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.forks import PACKAGE
 from helpers.perplexity import TEXTS, Bigram, compute, neox
 
 from lex_hf.evaluation.perplexity import PROTOCOLS, load_for_evaluation
@@ -99,9 +97,8 @@ compute_perplexity(model, tokenizer, texts, length=6, batch_size=2, records=reco
 @pytest.mark.processes
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path, lex_folder: str) -> None:
     path, options = tmp_path / "records.jsonl", {"length": 6, "batch_size": 2}
-    command = [sys.executable, "-c", KILLED, lex_folder, str(path), *TEXTS]
-    killed = subprocess.run(command, env=os.environ, timeout=120, check=False)
-    assert killed.returncode == -signal.SIGKILL
+    killed = PACKAGE.run("-c", KILLED, lex_folder, path, *TEXTS)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     # 30 tokens take three passes; 23 take two and one for the rest; the kill came within the 17.
     finished = path.read_text().splitlines()
     assert [json.loads(line)["tokens"] for line in finished] == [30, 23]

@@ -16,6 +16,7 @@ import socket
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -70,7 +71,7 @@ def run(command: list[str]) -> None:
     isolated, command = command[0] == "-I", command[command[0] == "-I" :]
     what, arguments = (command[:2], command[2:]) if command[0] in ("-c", "-m") else (command[:1], command[1:])
     sys.argv[:] = [what[0], *arguments]
-    first = {"-c": "", "-m": str(Path.cwd())}.get(what[0], str(Path(what[0]).parent))
+    first = {"-c": "", "-m": str(Path.cwd())}.get(what[0], str(Path(what[0]).resolve().parent))
     set_path([] if isolated else [first], {} if isolated else dict(os.environ))
     main = sys.modules["__main__"] = ModuleType("__main__")
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
@@ -79,7 +80,7 @@ def run(command: list[str]) -> None:
         return
     source, name = what[-1].encode(), "<string>"
     if what[0] != "-c":
-        source, name = Path(what[0]).read_bytes(), what[0]
+        source, name = Path(what[0]).read_bytes(), str(Path(what[0]).absolute())
         main.__file__ = name
     exec(compile(source, name, "exec"), main.__dict__)
 
@@ -98,7 +99,7 @@ def finish(command: list[str]) -> int:
         if not isinstance(error.code, int | None):
             sys.stderr.write(f"{error.code}\n")
     except BaseException as error:
-        status = -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+        status = -signal.SIGINT if type(error) is KeyboardInterrupt else 1  # not if derived from it
         trace = error.__traceback__.tb_next if error.__traceback__ else None  # without this function, and without run
         error = error.with_traceback(trace.tb_next if trace else None)
         sys.excepthook(type(error), error, error.__traceback__)
@@ -115,15 +116,26 @@ def finish(command: list[str]) -> int:
     return status
 
 
+def open_stream(number: int, name: str) -> None:
+    """Open standard output or standard error again: those of the server took notice of what kind of file it was."""
+    before, unbuffered = getattr(sys, name), bool(os.environ.get("PYTHONUNBUFFERED"))
+    file: Any = open(number, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
+    by_line = number == 2 or file.isatty()
+    stream = io.TextIOWrapper(file, before.encoding, before.errors, None, by_line, unbuffered)
+    setattr(sys, name, stream)
+    setattr(sys, f"__{name}__", stream)
+
+
 def child(request: dict[str, Any], files: list[int]) -> None:
     """Be the process that was asked for; does not return."""
     status = 1
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number, file in enumerate(files, start=1):
+        set_environment(request)
+        for number, name, file in zip((1, 2), ("stdout", "stderr"), files, strict=True):
             os.dup2(file, number)
             os.close(file)
-        set_environment(request)
+            open_stream(number, name)
         os.chdir(request["folder"])
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()  # Python's own generator does it by itself
@@ -158,13 +170,22 @@ def set_environment(request: dict[str, Any]) -> None:
     os.environ.update(request["environment"])
 
 
+def reap(options: int = 0) -> None:
+    """Take notice of what has ended, so that its time is part of the server's."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, options)[0]:
+            pass
+
+
 def serve(connection: socket.socket) -> None:
     """Fork for each request, until the process that asks has ended: another server, or Python with a command line."""
     while True:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for what is forked here
+        signal.signal(signal.SIGCHLD, lambda *_: reap(os.WNOHANG))
         try:
             request, files = receive(connection)
         except EOFError:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            reap()
             os._exit(0)
         if os.fork():
             for file in files:

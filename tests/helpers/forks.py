@@ -51,7 +51,11 @@ class Forked:
     def __init__(self, command: tuple[str, ...], status: IO[bytes], stdout: IO[bytes], stderr: IO[bytes]) -> None:
         self.args, self._status, self._stdout, self._stderr = command, status, stdout, stderr
         self.returncode: int | None = None
-        self.pid = self._number()
+        try:
+            self.pid = self._number()
+        except RuntimeError:
+            self._close()
+            raise
 
     def _number(self) -> int:
         line = self._status.readline()
@@ -101,6 +105,9 @@ class Forked:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        self._close()
+
+    def _close(self) -> None:
         for file in (self._status, self._stdout, self._stderr):
             file.close()
 
@@ -123,7 +130,7 @@ class Server:
         ours, theirs = socket.socketpair()
         with theirs:
             if self._base is None:
-                server = subprocess.Popen(
+                self._process = subprocess.Popen(
                     [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(theirs.fileno())],
                     env={key: value for key, value in _SERVERS.items() if key != "PYTHONPATH"},
                     pass_fds=[theirs.fileno()],
@@ -132,11 +139,17 @@ class Server:
                     stderr=_LOG,
                     start_new_session=True,
                 )
-                atexit.register(lambda: (ours.close(), server.wait()))
             else:
                 request = {"modules": self._modules, "forbidden": self._without, "environment": _SERVERS}
                 self._base._send(request, theirs.fileno())
+        atexit.register(self.close)  # those that are forked from this one end before it
         return ours
+
+    def close(self) -> None:
+        """End the server, when all that it has forked has ended."""
+        self._connection.close()
+        if self._base is None and self._process.poll() is None:
+            self._process.wait(timeout=60)
 
     def _send(self, request: Mapping[str, object], *files: int) -> None:
         content = json.dumps(request).encode()
@@ -146,13 +159,20 @@ class Server:
         except BrokenPipeError:
             raise RuntimeError(f"The server has ended: {_log()}") from None
 
-    def start(self, *command: object, env: Mapping[str, str] | None = None, cwd: Path | str | None = None) -> Forked:
+    def start(
+        self,
+        *command: object,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | str | None = None,
+        stdout: int | None = None,
+    ) -> Forked:
         """Start what `python *command` would, with the standard input of a process that has none.
 
         Args:
             command: `-c` and code, `-m` and a module, or a script; then its arguments. The option -I may come before.
             env: The whole environment.
             cwd: Where it runs.
+            stdout: A file that it writes to, instead of what this tells.
 
         Raises:
             ValueError: If the environment has other values of what Hugging Face libraries, which the server has
@@ -169,7 +189,7 @@ class Server:
         output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         reading, writing = os.pipe()
         request = {"command": words, "environment": env, "folder": str(cwd or Path.cwd())}
-        self._send(request, output.fileno(), errors.fileno(), writing)
+        self._send(request, output.fileno() if stdout is None else stdout, errors.fileno(), writing)
         os.close(writing)
         return Forked(words, os.fdopen(reading, "rb", buffering=0), output, errors)
 
@@ -178,10 +198,11 @@ class Server:
         *command: object,
         env: Mapping[str, str] | None = None,
         cwd: Path | str | None = None,
+        stdout: int | None = None,
         timeout: float = TIMEOUT,
     ) -> subprocess.CompletedProcess[str]:
         """Run what `python *command` would, as `subprocess.run` does."""
-        with self.start(*command, env=env, cwd=cwd) as process:
+        with self.start(*command, env=env, cwd=cwd, stdout=stdout) as process:
             status = process.wait(timeout)
             return subprocess.CompletedProcess(list(process.args), status, process.stdout, process.stderr)
 

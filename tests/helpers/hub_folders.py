@@ -2,12 +2,12 @@
 
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import lex_hf
+from helpers.forks import LIBRARIES
 from helpers.hub_server import HubServer
 from helpers.models import tiny_model
 from lex_hf.data.tokenizers import byte_tokenizer
@@ -46,13 +46,11 @@ def environment(hub: HubServer, home: Path, token: str | None = None) -> dict[st
 
 
 def python(code: str, env: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *options, "-c", textwrap.dedent(code)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return LIBRARIES.run(*options, "-c", textwrap.dedent(code), env=env)
 
 
 def push_command(env: dict[str, str], *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "lex_hf", "push", *map(str, arguments)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    return LIBRARIES.run("-m", "lex_hf", "push", *arguments, env=env)
 
 
 LOAD = """
@@ -69,17 +67,6 @@ with torch.no_grad():
 assert torch.equal(model.generate(expected["ids"][:, :9], max_new_tokens=30, do_sample=False), expected["tokens"])
 assert tokenizer({text!r})["input_ids"] == list({text!r}.encode()), tokenizer({text!r})
 print(type(model).__module__)
-"""
-
-WITHOUT_LEX_HF = """
-import sys
-
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "lex_hf":
-            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-sys.meta_path.insert(0, Absent())
 """
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.files import contents
-from helpers.hub_folders import CARD, CODE, LOAD, REPO, TEXT, WITHOUT_LEX_HF, byte_model, environment, python, write
+from helpers.hub_folders import CARD, CODE, LOAD, REPO, TEXT, byte_model, environment, python, write
 from helpers.hub_server import HubServer
 from helpers.models import random_ids
+from helpers.processes import WITHOUT_LEX_HF
 from safetensors.torch import save_file
 
 from lex_hf.hub.push import files_to_push, push_folder

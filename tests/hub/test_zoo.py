@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.forks import LIBRARIES, PACKAGE
 from helpers.hub_server import HubServer
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
@@ -86,8 +85,7 @@ AutoTokenizer.from_pretrained({str(folder)!r})
 assert type(model) is lex_hf.LexForCausalLM
 """
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    done = PACKAGE.run("-c", code, env=environment)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert "trust_remote_code" not in done.stderr
 
@@ -103,6 +101,7 @@ def test_what_goes_to_the_hub_loads_without_lex_hf(folder: Path, online: HubServ
         torch.save(model(ids).logits[0, -1], tmp_path / "logits.pt")
     code = """
 import sys
+assert not {"lex_hf", "transformers", "huggingface_hub"}.intersection(sys.modules)
 sys.modules["lex_hf"] = None
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -113,5 +112,5 @@ with torch.no_grad():
 torch.testing.assert_close(logits, torch.load("logits.pt", weights_only=True))
 """
     environment = {"PATH": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = LIBRARIES.run("-c", code, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr

@@ -1,13 +1,12 @@
 """A cache on disk: the same text goes on in another process, and no other file is taken for it."""
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.forks import PACKAGE
 from helpers.models import PATTERNS, random_ids, tiny_model
 from safetensors.torch import save_file
 
@@ -76,7 +75,8 @@ def test_another_process_goes_on(tmp_path: Path) -> None:
         found = model(ids, past_key_values=cache).logits
     assert torch.equal(found, torch.load({str(tmp_path / "expected.pt")!r}, weights_only=True))
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, capture_output=True)
+    process = PACKAGE.run("-c", textwrap.dedent(code))
+    assert process.returncode == 0, process.stderr
 
 
 def test_other_files_are_refused(tmp_path: Path) -> None:

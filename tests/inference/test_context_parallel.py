@@ -1,13 +1,12 @@
 """One text, several processes: the logits of one process that reads all of it."""
 
 import itertools
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.forks import PACKAGE
 from helpers.models import random_ids, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
@@ -54,9 +53,7 @@ def test_three_processes_read_what_one_reads(tmp_path: Path) -> None:
         torch.save([text, more], folder / "text.pt")
         cases.append((folder, model, torch.cat((text, more), dim=1)))
     (tmp_path / "worker.py").write_text(textwrap.dedent(WORKER))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
-    folders = [str(folder) for folder, *_ in cases]
-    result = subprocess.run([*command, str(tmp_path / "worker.py"), *folders], capture_output=True, text=True)
+    result = PACKAGE.run_together(3, tmp_path / "worker.py", *(folder for folder, *_ in cases))
     assert result.returncode == 0, result.stderr
     for folder, model, ids in cases:
         parts = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(3)]

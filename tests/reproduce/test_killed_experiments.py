@@ -2,8 +2,6 @@
 
 import json
 import signal
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.experiments import run_experiment
+from helpers.forks import PACKAGE
 from safetensors.torch import load_file
 
 from lex_hf.reproduce import models
@@ -54,7 +53,7 @@ print("", *codes, sep="\\n")
 def test_killed_runs_go_on(tmp_path: Path, toy: None, texts: dict[str, Any]) -> None:
     kills, tests = [("SIGKILL", 1), ("SIGKILL", 4), ("SIGINT", 4)], str(Path(__file__).parents[1])
     code = _KILLED.format(tests=tests, kills=kills, output=str(tmp_path), texts=texts)
-    process = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
+    process = PACKAGE.run("-c", textwrap.dedent(code))
     assert process.stdout.split()[-3:] == [str(-getattr(signal, name)) for name, _ in kills], process.stderr
     assert process.stderr.count("stopped after 4 of 6 steps. The same command continues") == 1  # of SIGINT
     whole = run_experiment("sandwich-figure6", tmp_path / "whole", texts, steps=6)
@@ -92,8 +91,7 @@ def test_two_processes_make_the_same_table(tmp_path: Path, toy: None, texts: dic
     alone = run_experiment("lex-figure1", tmp_path / "alone", texts, seeds=(0,), tokenizer="bpe:270")
     script, output = tmp_path / "script.py", tmp_path / "two"
     script.write_text(_SHARED_OUT.format(tests=str(Path(__file__).parents[1]), output=str(output), texts=texts))
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    done = subprocess.run([*launcher, str(script)], capture_output=True, text=True)
+    done = PACKAGE.run_together(2, script)
     assert done.returncode == 0, done.stderr
     record = json.loads((output / "lex-figure1-tiny" / "record.json").read_text())
     assert record["hardware"]["processes"] == 2

@@ -4,13 +4,14 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.forks import PACKAGE
 from helpers.trainings import assert_same_weights, examples, on_forward, stream, tiny_lex, train_tiny
 from transformers import AutoModelForCausalLM
 
@@ -35,19 +36,12 @@ class TestSignals:
             f"train_tiny(Path({str(tmp_path)!r}), tiny_lex(), examples(10), max_steps=10**6, save_steps=10**6,\n"
             "       logging_steps=10**6, logging_first_step=True)\n"
         )
-        process = subprocess.Popen(
-            [sys.executable, "-c", script],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        with process:
-            assert process.stdout is not None
-            assert "loss" in process.stdout.readline()
+        with PACKAGE.start("-c", script, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}) as process:
+            while "loss" not in process.stdout and process.poll() is None:
+                time.sleep(0.02)
             process.send_signal(signal.SIGTERM)
-            _, errors = process.communicate(timeout=60)
-        assert process.returncode != 0
+            assert process.wait() == 1
+            errors = process.stderr
         checkpoint = last_checkpoint(tmp_path)
         assert checkpoint is not None
         steps = json.loads((checkpoint / "trainer_state.json").read_text())["global_step"]
@@ -120,9 +114,8 @@ class TestKill:
     @pytest.mark.processes
     def test_at_a_random_step_loses_nothing(self, tmp_path: Path, corpus: list[Path]) -> None:
         step = random.SystemRandom().randrange(4, 13)
-        command = [sys.executable, "-c", KILLED, str(tmp_path), str(corpus[0]), str(step)]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        process = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=300)
+        process = PACKAGE.run("-c", KILLED, tmp_path, corpus[0], step, env=environment)
         assert process.stdout.split()[-2:] == [str(-signal.SIGKILL)] * 2, process.stderr
         for streaming in (False, True):
             folder = tmp_path / str(streaming)

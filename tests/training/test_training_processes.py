@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.forks import PACKAGE
 from helpers.trainings import LENGTH, examples, tiny_lex, train_tiny
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
@@ -16,8 +17,8 @@ from lex_hf import LexForCausalLM
 from lex_hf.cli.commands import app
 
 
-def _in_two_processes(*arguments: str) -> None:
-    """Run Python with these arguments in two processes that know each other."""
+def _torchrun(*arguments: str) -> None:
+    """Run Python with these arguments in two processes, as users do."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run(
@@ -85,7 +86,7 @@ class TestTwoProcesses:
         command = ["train", "tiny", "--data", str(corpus[0]), *options]
         script = tmp_path / "script.py"
         script.write_text(IN_TURN)
-        _in_two_processes(str(script), str(tmp_path / "both"), *command)
+        _torchrun(str(script), str(tmp_path / "both"), *command)
         for streaming in ("false", "true"):
             alone = tmp_path / f"alone-{streaming}"
             result = CliRunner().invoke(app, [*command, "--set", f"streaming={streaming}", "--output", str(alone)])
@@ -106,7 +107,8 @@ class TestTwoProcesses:
         script = tmp_path / "script.py"
         script.write_text(SHARDED)
         tiny_lex(initializer_range=0.2).save_pretrained(tmp_path / "model")
-        _in_two_processes(str(script), str(tmp_path / "model"))
+        process = PACKAGE.run_together(2, script, tmp_path / "model")
+        assert process.returncode == 0, process.stderr
 
     @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
     def test_sharding_is_not_left_out_in_silence(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
