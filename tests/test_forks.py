@@ -8,6 +8,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers.forks import ENVIRONMENT, PACKAGE, Server
 
@@ -51,7 +52,7 @@ def test_output_goes_to_a_pipe() -> None:
     reading, writing = os.pipe()
     done = BARE.run("-c", "import sys; sys.stdout.reconfigure(errors='replace'); print('piped')", stdout=writing)
     os.close(writing)
-    with open(reading) as pipe:
+    with os.fdopen(reading) as pipe:
         assert (done.returncode, done.stdout, pipe.read()) == (0, "", "piped\n")
 
 
@@ -109,6 +110,23 @@ def test_processes_are_signalled_and_killed() -> None:
             assert ("KeyboardInterrupt" in process.stderr) == (number == signal.SIGINT)
     with pytest.raises(subprocess.TimeoutExpired, match=r"timed out after 0.2 seconds"):
         BARE.run("-c", ready, timeout=0.2)
+
+
+def test_nothing_outlives_the_tests(tmp_path: Path) -> None:
+    code = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+from helpers.forks import Server
+process = Server(base=Server()).start("-c", "import time; time.sleep(99)")
+print(process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", code, str(Path(__file__).parent)]
+    number = int(subprocess.run(command, capture_output=True, text=True).stdout)
+    end = time.monotonic() + 20
+    while psutil.pid_exists(number) and time.monotonic() < end:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(number)
 
 
 def test_processes_that_fail_end_those_that_wait_for_them() -> None:

@@ -120,7 +120,7 @@ def open_stream(number: int, name: str) -> None:
     """Open standard output or standard error again: those of the server took notice of what kind of file it was."""
     before, unbuffered = getattr(sys, name), bool(os.environ.get("PYTHONUNBUFFERED"))
     file: Any = open(number, "wb", 0 if unbuffered else -1, closefd=False)  # noqa: SIM115
-    by_line = number == 2 or file.isatty()
+    by_line = not unbuffered and (number == 2 or file.isatty())
     stream = io.TextIOWrapper(file, before.encoding, before.errors, None, by_line, unbuffered)
     setattr(sys, name, stream)
     setattr(sys, f"__{name}__", stream)
@@ -185,6 +185,8 @@ def serve(connection: socket.socket) -> None:
             request, files = receive(connection)
         except EOFError:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGALRM, lambda *_: os.killpg(0, signal.SIGKILL))
+            signal.alarm(1)  # nobody is left to end what has not ended
             reap()
             os._exit(0)
         if os.fork():

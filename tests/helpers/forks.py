@@ -251,8 +251,9 @@ def _wait_for_all(running: list[Forked], timeout: float) -> None:
 LIBRARIES = Server(
     *("torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torchao.quantization"),
     *("scipy.optimize", "scipy.stats", "pandas", "pyarrow.dataset", "matplotlib.pyplot", "PIL.Image"),
-    *("aiohttp", "requests", "httpx2", "multiprocess", "psutil", "jinja2", "pydantic", "regex", "rich.console"),
-    *("typer", "filelock", "tqdm.auto", "xxhash", "fsspec", "safetensors.torch", "sympy"),
+    *("aiohttp", "requests", "httpx2", "httpcore2", "h11", "anyio", "truststore", "multiprocess", "psutil", "jinja2"),
+    *("pydantic", "yaml", "regex", "rich.console", "typer", "filelock", "tqdm.auto", "xxhash", "fsspec", "sympy"),
+    "safetensors.torch",
     base=Server(),
     without=("lex_hf", "transformers", "huggingface_hub", "datasets", "evaluate", "accelerate", "tokenizers"),
 )
