@@ -81,11 +81,11 @@ def test_heads_that_share_keys_and_values_read_as_if_each_had_its_own(
 def test_far_positions_are_as_exact_as_near_ones(kind: str, dtype: torch.dtype) -> None:
     """Scores between tokens of a pair of blocks, at the start of a text and after 10^8 tokens."""
     scheme, slots = SCHEMES[kind](config_of(position_embedding_type=kind)), torch.arange(14)
-    query, key = torch.randn(2, 1, 14, WIDTH, generator=torch.Generator().manual_seed(0), dtype=dtype)
+    query, key = torch.randn(2, 1, 1, 14, WIDTH, generator=torch.Generator().manual_seed(0), dtype=dtype)
     scores = []
     for before in (0, 10**8 // 14 * 14):
         rotated = scheme.rotation(slots + before, slots - 7, 7, dtype).rotate(query, key)
-        scores.append(rotated[0] @ rotated[1].transpose(1, 2))
+        scores.append(rotated[0] @ rotated[1].mT)
     torch.testing.assert_close(*scores, atol={torch.float32: 1e-5, torch.float64: 1e-6}[dtype], rtol=0)
 
 

@@ -126,7 +126,7 @@ def expected_attention(config: LexConfig, n: Tensor) -> Tensor:
             "follows from the configuration; xpos, rope, alibi, sandwich and smoothed_sandwich have. Its scores "
             "depend on what was learned: use measure_resolution on a model."
         )
-    return (rotation.query[0, 1:] * rotation.key[0, 0]).sum(dim=(1, 2)).view(n.shape)
+    return (rotation.query[0, 0, 1:] * rotation.key[0, 0, 0]).sum(dim=(1, 2)).view(n.shape)
 
 
 @dataclass(frozen=True)

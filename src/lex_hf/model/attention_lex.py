@@ -12,7 +12,7 @@ the slots after it: slot s belongs to block s div h. A fold attends separately i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -111,7 +111,7 @@ class Planner:
         positions = batch.positions(self.device)
         if block is None:
             return self.scheme.rotation(positions, positions, block, self.dtype)
-        offsets = torch.where(slots < 2 * block, slots - block, slots % block)
+        offsets = slots % block - block * (slots < block)
         return self.scheme.rotation(positions, offsets.expand(positions.shape), block, self.dtype)
 
     def bias(self, query: torch.Tensor, key: torch.Tensor, num_slots: int) -> torch.Tensor | None:
@@ -184,36 +184,8 @@ class Fold(Movable):
         parts = [part for part in parts if part[1] and part[2]]
         # In the head all exponents count from one place; any other block counts from itself.
         scales = [rotation.scales(block, size) if start else None for start, size, _, _ in parts]
-        plan = cls(batch, fill, tuple(parts), (), (), tuple(scales), rotation, fills)
-        masks = [plan._mask(planner, *part) for part in parts]
-        return replace(plan, masks=tuple(mask for mask, _ in masks), causal=tuple(causal for _, causal in masks))
-
-    def _mask(
-        self, planner: Planner, start: int, size: int, count: int, first_key: int
-    ) -> tuple[torch.Tensor | None, bool]:
-        """Return the mask of a part, and whether it is plain causal attention instead."""
-        before = self.fill + start - first_key
-        slots = torch.arange(before + size, device=planner.device)
-        bias = planner.bias(slots[before:], slots, before + size)
-        if self.batch.document is not None:
-            return planner.mask(self._seen_in_documents(planner.pattern, before, start, size, count), bias), False
-        if start + size == 1:
-            return planner.mask(None, bias), False
-        is_plain = planner.pattern.is_causal(before + size) and bias is None
-        if is_plain and planner.function.masks_later_keys(is_square=before == 0):
-            return None, True
-        return planner.mask(planner.pattern.visible(slots[before:], slots), bias), False
-
-    def _seen_in_documents(self, pattern: FullPattern, before: int, start: int, size: int, count: int) -> torch.Tensor:
-        """Return which keys of packed rows are seen in `count` blocks, each with the `before` columns before it."""
-        document, position = self.batch.document, self.batch.position
-        assert document is not None
-        assert position is not None
-        first = start + size * torch.arange(count, device=document.device)[:, None]
-        query = first + torch.arange(size, device=document.device)
-        key = first + torch.arange(-before, size, device=document.device)
-        same = document[:, query, None] == document[:, key][:, :, None]
-        return (same & pattern.visible(position[:, query], position[:, key])).flatten(0, 1)
+        masks, causal = zip(*(_mask(planner, batch, fill, *part) for part in parts), strict=True)
+        return cls(batch, fill, tuple(parts), masks, causal, tuple(scales), rotation, fills)
 
     def key_order(self, width: int) -> torch.Tensor | None:
         """Return the slot of each key in the order that users see; `None` if it is that of slots.
@@ -292,6 +264,37 @@ class Fold(Movable):
                 query, key = (place + index * size for place in (start, first_key))
                 dense[:, :, query : query + size, key : key + block.shape[3]] = block
         return dense
+
+
+def _mask(
+    planner: Planner, batch: Batch, fill: int, start: int, size: int, count: int, first_key: int
+) -> tuple[torch.Tensor | None, bool]:
+    """Return the mask of a part of a fold, and whether it is plain causal attention instead."""
+    before = fill + start - first_key
+    slots = torch.arange(before + size, device=planner.device)
+    bias = planner.bias(slots[before:], slots, before + size)
+    if batch.document is not None:
+        return planner.mask(_seen_in_documents(planner.pattern, batch, before, start, size, count), bias), False
+    if start + size == 1:
+        return planner.mask(None, bias), False
+    is_plain = planner.pattern.is_causal(before + size) and bias is None
+    if is_plain and planner.function.masks_later_keys(is_square=before == 0):
+        return None, True
+    return planner.mask(planner.pattern.visible(slots[before:], slots), bias), False
+
+
+def _seen_in_documents(
+    pattern: FullPattern, batch: Batch, before: int, start: int, size: int, count: int
+) -> torch.Tensor:
+    """Return which keys of packed rows are seen in `count` blocks, each with the `before` columns before it."""
+    document, position = batch.document, batch.position
+    assert document is not None
+    assert position is not None
+    first = start + size * torch.arange(count, device=document.device)[:, None]
+    query = first + torch.arange(size, device=document.device)
+    key = first + torch.arange(-before, size, device=document.device)
+    same = document[:, query, None] == document[:, key][:, :, None]
+    return (same & pattern.visible(position[:, query], position[:, key])).flatten(0, 1)
 
 
 @dataclass(frozen=True)

@@ -166,27 +166,44 @@ class RotaryScheme(PositionScheme):
         self._angle: list[float] = angle.tolist()
         self._decay: list[float] = (zeta.log() / config.xpos_scale_base).tolist()
         self._is_scaled = any(self._decay)
+        self._made: dict[Any, tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]] = {}
 
     def rotation(
         self, positions: torch.Tensor, offsets: torch.Tensor, block: int | None, dtype: torch.dtype
     ) -> Rotation:
         """Return the factors of queries and keys; see [`PositionScheme.rotation`]."""
         dtype = torch.promote_types(dtype, torch.float32)
-        # In float64, also of far positions: an angle of float32 has lost its fraction at position 10^7.
-        place = torch.device("cpu") if positions.device.type == "mps" else positions.device  # MPS has no float64
-        angle = positions.to(place).double()[..., None, :, None] * self._constant("_angle", place)
+        theta, decay, previous = self._constants(positions, block, dtype)
+        angle = _column(positions, theta.device) * theta
         factors = torch.stack((angle.cos(), angle.sin()), dim=-1)
         if not self._is_scaled:
             factors = factors.to(positions.device, dtype)
             return Rotation(factors, factors)
-        decay = self._constant("_decay", place)
-        scale = torch.exp(offsets.to(place).double()[..., None, :, None] * decay)[..., None]
-        previous = None if block is None else torch.exp(block * decay).repeat_interleave(2).to(positions.device, dtype)
+        scale = torch.exp(_column(offsets, decay.device) * decay).unsqueeze(-1)
         query, key = ((factors * exact).to(positions.device, dtype) for exact in (scale, 1 / scale))
         return Rotation(query, key, previous)
 
-    def _constant(self, name: str, device: torch.device) -> torch.Tensor:
-        return torch.tensor(getattr(self, name), dtype=torch.float64, device=device)
+    def _constants(
+        self, positions: torch.Tensor, block: int | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Return θ and log(ζ)/B, float64, and what keys are multiplied by when their block becomes the previous one.
+
+        They are made once for each device; compilers and tensors without storage get constants of their own.
+        """
+        key = positions.device, block, dtype
+        is_plain = type(positions) is torch.Tensor and not torch.compiler.is_compiling()
+        if is_plain and key in self._made:
+            return self._made[key]
+        with torch.inference_mode(False):
+            # In float64, also of far positions: an angle of float32 has lost its fraction at position 10^7.
+            place = "cpu" if positions.device.type == "mps" else positions.device  # MPS has no float64
+            theta, decay = torch.tensor((self._angle, self._decay), dtype=torch.float64, device=place)
+            previous = None
+            if block is not None and self._is_scaled:
+                previous = torch.exp(block * decay).repeat_interleave(2).to(positions.device, dtype)
+        if is_plain:
+            self._made[key] = theta, decay, previous
+        return theta, decay, previous
 
     def check_length(self, length: int, block: int | None, dtype: torch.dtype) -> None:
         """Check that full attention, which scales position p by ζ^(p/B), stays within the range of the dtype."""
@@ -199,6 +216,11 @@ class RotaryScheme(PositionScheme):
                 f"xPos with full attention reaches {limit} tokens in {str(dtype).removeprefix('torch.')}; this text "
                 f"has {length}. Load the model with attention_pattern='blockwise' (any length), or use float32."
             )
+
+
+def _column(numbers: torch.Tensor, place: torch.device) -> torch.Tensor:
+    """Return positions or offsets as float64, shape `(batch or 1, 1, sequence, 1)`."""
+    return numbers.to(place, torch.float64).view(-1, 1, numbers.shape[-1], 1)
 
 
 class BiasScheme(PositionScheme):
