@@ -16,6 +16,7 @@ SOURCE = Path(lex_hf.__file__).parent
 # Rooms may import from those on earlier lines; the root's own modules from each other alone, and all from them.
 ROOMS = (
     ("model",),
+    ("rope",),
     ("data",),
     ("evaluation",),
     ("training",),

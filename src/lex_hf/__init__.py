@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .lazy import AfterImport, MovedModules, exports
 
-_ROOMS = ("cli", "convert", "data", "evaluation", "hub", "inference", "model", "reproduce", "training")
+_ROOMS = ("cli", "convert", "data", "evaluation", "hub", "inference", "model", "reproduce", "rope", "training")
 # New place of each module of version 0.1.0 by its old name.
 _MOVED = {
     "cache_files": "inference.cache_files",
@@ -55,6 +55,7 @@ _NAMES = {
     "ReceptiveField": "evaluation.receptive_field",
     "Resolution": "evaluation.resolution",
     "attention_resolution": "evaluation.resolution",
+    "blockwise": "rope.blockwise",
     "check_positions": "evaluation.invariance",
     "expected_attention": "evaluation.resolution",
     "from_gpt2": "convert.gpt2",
@@ -62,6 +63,7 @@ _NAMES = {
     "load_cache": "inference.cache_files",
     "measure_resolution": "evaluation.resolution",
     "receptive_field": "evaluation.receptive_field",
+    "restore": "rope.blockwise",
     "save_cache": "inference.cache_files",
     "theoretical_receptive_field": "evaluation.receptive_field",
 }
@@ -88,6 +90,8 @@ if TYPE_CHECKING:
     from .model.modeling_lex import LexForSequenceClassification as LexForSequenceClassification
     from .model.modeling_lex import LexForTokenClassification as LexForTokenClassification
     from .model.modeling_lex import LexModel as LexModel
+    from .rope.blockwise import blockwise as blockwise
+    from .rope.blockwise import restore as restore
 else:
     __getattr__, __dir__ = exports(__name__, _NAMES, modules=(*_ROOMS, *_MOVED))
 

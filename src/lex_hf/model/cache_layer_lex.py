@@ -102,9 +102,10 @@ class LexCacheLayer(CacheLayerMixin):
         """
         self.dtype, self.device = key_states.dtype, key_states.device
         batch, heads, _, width = key_states.shape
+        size = (batch, heads, self.slots or 0)
         with torch.inference_mode(False):  # so that a text begun in inference mode may be continued outside of it
-            self.keys = torch.zeros((batch, heads, self.slots or 0, width), dtype=self.dtype, device=self.device)
-            self.values = torch.zeros_like(self.keys)
+            self.keys = torch.zeros((*size, width), dtype=self.dtype, device=self.device)
+            self.values = torch.zeros((*size, value_states.shape[3]), dtype=self.dtype, device=self.device)
             if self.is_preallocated:
                 # Copies of each layer's own tensors: equal constants of a compiled graph would become one tensor.
                 lengths, padding, columns = map(self._count, COUNTS)

@@ -1,0 +1,1 @@
+"""Blockwise causal attention for other models: any decoder of transformers with rotary positions."""

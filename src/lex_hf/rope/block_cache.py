@@ -1,0 +1,90 @@
+"""The cache of a model that was made blockwise: transformers' own, with layers of two blocks."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
+
+from lex_hf.model.batch_lex import Batch
+from lex_hf.model.cache_layer_lex import LexCacheLayer
+from lex_hf.model.masking_lex import FullPattern
+
+
+class BlockCacheLayer(LexCacheLayer):
+    """Keys and values of a layer, two blocks for each row; the batch that is read is laid down before each pass.
+
+    Attributes:
+        batch: Layout of the tokens that are being read.
+    """
+
+    batch: Batch | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Store new tokens and return all keys and values that their attention needs.
+
+        Args:
+            key_states: Rotated keys in the order of columns, shape
+                `(batch, num_key_value_heads, sequence, head_dim)`.
+            value_states: Values, same shape but for the last axis.
+            args: Unused; part of transformers' interface.
+            kwargs: Unused.
+
+        Returns:
+            As [`LexCacheLayer.update`].
+        """
+        batch = self.batch
+        assert batch is not None, "a cache of blocks is read by the model that it was made for"
+        return super().update(batch.align(key_states), batch.align(value_states), batch, None)
+
+
+def adopt(cache: Any, patterns: Mapping[int, FullPattern], owner: str) -> Cache:
+    """Return a cache of transformers whose layers of these indices are of two blocks: as it is, or replaced if empty.
+
+    Args:
+        cache: What was passed as `past_key_values`.
+        patterns: Attention pattern by index of the layer.
+        owner: Name of the model, which its layers remember.
+
+    Raises:
+        ValueError: If the cache holds states that were stored otherwise, was made for another model, or is of a kind
+            whose layers cannot be replaced.
+    """
+    if not isinstance(cache, Cache):
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__}; pass a DynamicCache, or None to have one made."
+        )
+    origin = (("model", owner),)
+    found = [cache.layers[index] if index < len(cache.layers) else None for index in patterns]
+    if any(isinstance(layer, LexCacheLayer) for layer in found):
+        for index, layer in zip(patterns, found, strict=True):
+            _check(layer, index, patterns[index], origin)
+        return cache
+    if not isinstance(cache, (DynamicCache, StaticCache)) or cache.get_seq_length() > 0:
+        raise ValueError(
+            f"past_key_values is a {type(cache).__name__} that holds {int(cache.get_seq_length())} tokens; a model "
+            "with blocks continues only from a cache that it filled itself. Pass an empty DynamicCache, or None to "
+            "have one made."
+        )
+    if cache.layer_class_to_replicate is not None:
+        cache.layers += [cache.layer_class_to_replicate() for _ in range(len(cache.layers), max(patterns) + 1)]
+    for index, pattern in patterns.items():
+        old = cache.layers[index]
+        room = old.get_max_length() if isinstance(cache, StaticCache) else None
+        cache.layers[index] = BlockCacheLayer(pattern, origin, room)
+    return cache
+
+
+def _check(layer: Any, index: int, pattern: FullPattern, origin: tuple[tuple[str, Any], ...]) -> None:
+    if not isinstance(layer, BlockCacheLayer) or layer.origin != origin:
+        raise ValueError(
+            f"past_key_values was filled by another model, or by this one with other blocks (layer {index}): read the "
+            "text again with past_key_values=None."
+        )
+    if layer.pattern != pattern:
+        raise ValueError(
+            f"past_key_values has blocks of {layer.block} tokens in layer {index}, and this model blocks of "
+            f"{pattern.block}: read the text again with past_key_values=None."
+        )

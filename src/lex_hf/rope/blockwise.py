@@ -1,0 +1,272 @@
+"""Blockwise causal attention for a model of transformers with rotary positions: endless texts, constant memory."""
+
+import contextlib
+from collections.abc import Collection, Iterator
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from lex_hf.errors import plain
+from lex_hf.rope import probe
+from lex_hf.rope.angles import ExactAngles, modules_with_angles
+from lex_hf.rope.reader import ModelFunction, Reader
+
+logger = logging.get_logger(__name__)
+
+_ATTRIBUTE = "_lex_hf_blockwise"
+_CHECKED_TOKENS = 11  # more than five blocks of the two tokens with which a model is tried
+_SHIFTED_TOKENS, _SHIFT = 4, 3
+_Model = TypeVar("_Model", bound=PreTrainedModel)
+
+
+def blockwise(
+    model: _Model,
+    training_length: int | None = None,
+    *,
+    sinks: int = 0,
+    layers: Collection[int] | None = None,
+) -> _Model:
+    """Let a model read and write texts of any length, in constant memory, without training.
+
+    Every layer with full attention attends in blocks of half the training length: a query sees the keys of its own
+    block and the one before (LEX paper, arXiv 2212.10554, §3.3), so no two tokens meet that are further apart than in
+    training, and a layer's cache holds two blocks. Texts up to the training length are read as before. The model's
+    weights, files and code stay what they are; [`restore`] undoes all of it.
+
+    The model is tried on a few tokens first: what its layers attend to, and that its logits in blocks, in one pass and
+    in pieces, are those of a dense mask in its own attention.
+
+    Args:
+        model: A causal language model of transformers; changed in place. Its layers attend through transformers'
+            attention interface, and its positions are rotary, or none.
+        training_length: Number of tokens that it was trained to read, even; by default what its configuration says:
+            `original_max_position_embeddings` where positions were stretched, else `max_position_embeddings`.
+        sinks: Number of first tokens of a text that stay visible (StreamingLLM); 0 is the only one so far.
+        layers: Indices of the layers that read in blocks, of those with full attention; all of them by default. Others
+            keep full attention, and memory grows with them.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If the model cannot be served, or an argument does not fit; the message says why.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> from lex_hf import blockwise
+        >>> sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+        >>> model = blockwise(LlamaForCausalLM(LlamaConfig(vocab_size=100, max_position_embeddings=32, **sizes)))
+    """
+    _check_kind(model)
+    config = model.config.get_text_config()
+    length = _training_length(config, training_length)
+    if sinks:
+        raise ValueError(f"sinks = {sinks}: 0 is the only number that is implemented.")
+    function = ModelFunction(config._attn_implementation)
+    _check_positions(model)
+    with _refused(model, "reading a few tokens through transformers' attention interface failed"):
+        seen = probe.examine(model, function.of)
+    _check_attention(model, seen)
+    full = [index for index, window in seen.windows.items() if window is None or window > length]
+    chosen = _chosen_layers(model, full, layers)
+    decoder = _decoder(model, seen.modules[0])
+    problem = probe.check_cache(model, chosen)
+    if problem is not None:
+        raise ValueError(f"{type(model).__name__} cannot be made blockwise: {problem}.")
+    angles = [ExactAngles(module, length) for module in modules_with_angles(decoder)]
+    try:
+        with _refused(model, "reading a few tokens in blocks failed"):
+            _try(model, decoder, chosen, seen.windows, length, function)
+    except BaseException:
+        for each in angles:
+            each.remove()
+        raise
+    for each in angles:
+        each.is_learning = False
+    reader = Reader(decoder, length // 2, chosen, seen.windows, length, config._attn_implementation)
+    reader.install(decoder)
+    config._attn_implementation_internal = reader.name
+    # Too late with the first forward pass: before it, `generate` tells caches that tokens will be taken back.
+    prepare = model._prepare_cache_for_generation
+    model._prepare_cache_for_generation = partial(reader.prepare_cache, model, prepare)
+    setattr(decoder, _ATTRIBUTE, (reader, angles))
+    return model
+
+
+def restore(model: _Model) -> _Model:
+    """Undo [`blockwise`]: the model is exactly what it was.
+
+    Raises:
+        ValueError: If the model was not made blockwise.
+    """
+    decoder = _find(model)
+    if decoder is None:
+        raise ValueError(f"This {type(model).__name__} is not blockwise: there is nothing to restore.")
+    reader, angles = getattr(decoder, _ATTRIBUTE)
+    for each in (reader, *angles):
+        each.remove()
+    model.config.get_text_config()._attn_implementation_internal = reader.implementation
+    del model._prepare_cache_for_generation
+    delattr(decoder, _ATTRIBUTE)
+    return model
+
+
+def _find(model: nn.Module) -> Any:
+    """Return the decoder of a model that was made blockwise, or `None`."""
+    return next((module for module in model.modules() if hasattr(module, _ATTRIBUTE)), None)
+
+
+def _check_kind(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"model is a {type(model).__name__}; it must be a model of transformers.")
+    name = type(model).__name__
+    if _find(model) is not None:
+        raise ValueError(f"This {name} is blockwise already; call restore(model) first to change it.")
+    if model.config.model_type == "lex":
+        raise ValueError(
+            "A LEX model has blocks of its own: load it with attention_pattern='blockwise', which is the default."
+        )
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{name} is an encoder-decoder; only decoders read in blocks.")
+    if not model.can_generate():
+        raise ValueError(f"{name} is no causal language model; load it with AutoModelForCausalLM.")
+
+
+@contextlib.contextmanager
+def _refused(model: PreTrainedModel, what: str) -> Iterator[None]:
+    """Turn any error of a model's code into a sentence; sentences are left as they are."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:  # code that was not written for this raises anything
+        raise ValueError(
+            f"{type(model).__name__} cannot be made blockwise: {what} ({type(error).__name__}: {plain(error)})."
+        ) from error
+
+
+def _check_positions(model: PreTrainedModel) -> None:
+    """Refuse models that know absolute positions: in blocks, far positions would be new to them."""
+    ids = probe.tokens(model, _SHIFTED_TOKENS)
+    positions = torch.arange(_SHIFTED_TOKENS, device=ids.device)[None]
+    with torch.no_grad(), probe.evaluating(model):
+        try:
+            near, far = (
+                model(input_ids=ids, position_ids=positions + shift, use_cache=False).logits for shift in (0, _SHIFT)
+            )
+        except (TypeError, IndexError) as error:
+            raise ValueError(
+                f"{type(model).__name__} cannot be made blockwise: it does not take position_ids, or has a table of "
+                f"positions ({plain(error)}); its positions must be rotary, or none."
+            ) from error
+    tolerance = torch.finfo(near.dtype).eps ** 0.5 * float(near.abs().max())
+    if not float((near - far).abs().max()) <= tolerance:
+        raise ValueError(
+            f"{type(model).__name__} cannot be made blockwise: it knows at which position a text begins; its "
+            "positions must be rotary, or none."
+        )
+
+
+def _training_length(config: Any, given: int | None) -> int:
+    """Return the training length in tokens."""
+    stretched = (getattr(config, "rope_parameters", None) or {}).get("original_max_position_embeddings")
+    known = stretched or getattr(config, "original_max_position_embeddings", None)
+    known = known or getattr(config, "max_position_embeddings", None)
+    length = known if given is None else given
+    if length is None:
+        raise ValueError("training_length: the configuration of the model does not say it; give it, in tokens.")
+    if isinstance(length, bool) or not isinstance(length, int) or length < 2 or length % 2:
+        raise ValueError(f"training_length = {length!r}: it must be an even number of tokens, at least 2.")
+    if known is not None and length > known:
+        logger.warning(
+            "training_length = %d is more than the %d tokens that the model was trained for: what lies further apart "
+            "is new to it.",
+            length,
+            known,
+        )
+    return length
+
+
+def _check_attention(model: PreTrainedModel, seen: probe.Probe) -> None:
+    """Refuse models whose attention does not go where transformers lets others in."""
+    name = type(model).__name__
+    if not seen.modules and not seen.unmasked:
+        raise ValueError(
+            f"{name} cannot be made blockwise: it does not attend through transformers' attention interface."
+        )
+    if seen.unmasked or not seen.is_causal:
+        what = type((seen.unmasked or seen.modules)[0]).__name__
+        raise ValueError(
+            f"{name} cannot be made blockwise: {what} gets masks that transformers' functions for causal masks did "
+            "not make."
+        )
+    if -1 in seen.windows:
+        raise ValueError(f"{name} cannot be made blockwise: its attention modules do not know their layer.")
+
+
+def _chosen_layers(model: PreTrainedModel, full: Collection[int], layers: Collection[int] | None) -> list[int]:
+    if not full:
+        raise ValueError(
+            f"No layer of this {type(model).__name__} sees more tokens than its training length: it reads texts of "
+            "any length as it is."
+        )
+    if layers is None:
+        return sorted(full)
+    unknown = sorted(set(layers) - set(full))
+    if unknown or not layers:
+        raise ValueError(f"layers = {sorted(layers)}: those with full attention are {sorted(full)}; choose of these.")
+    return sorted(layers)
+
+
+def _decoder(model: PreTrainedModel, attention: nn.Module) -> Any:
+    """Return the module that holds the list of the layers to which an attention module belongs."""
+    name = next(name for name, module in model.named_modules() if module is attention)
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        if isinstance(model.get_submodule(".".join(parts[:end])), nn.ModuleList):
+            return model.get_submodule(".".join(parts[: end - 1]))
+    raise ValueError(f"{type(model).__name__} cannot be made blockwise: its layers are no list of modules.")
+
+
+def _try(
+    model: PreTrainedModel,
+    decoder: Any,
+    chosen: Collection[int],
+    windows: dict[int, int | None],
+    length: int,
+    function: ModelFunction,
+) -> None:
+    """Compare the logits of blocks of two tokens with those of a dense mask, in one pass and in pieces.
+
+    Raises:
+        ValueError: If they differ.
+    """
+    ids, config = probe.tokens(model, _CHECKED_TOKENS), model.config.get_text_config()
+    expected = probe.logits_of_blocks(model, ids, 2, chosen, length, function.of)
+    implementation = config._attn_implementation
+    reader = Reader(decoder, 2, chosen, windows, length, implementation)
+    reader.install(decoder)
+    config._attn_implementation_internal = reader.name
+    try:
+        with torch.no_grad(), probe.evaluating(model):
+            whole = model(input_ids=ids, use_cache=False).logits
+            pieces, cache = [], None
+            for piece in ids.split([5, 1, 3, 1, 1], dim=1):
+                output = model(input_ids=piece, past_key_values=cache, use_cache=True)
+                cache = output.past_key_values
+                pieces.append(output.logits)
+    finally:
+        config._attn_implementation_internal = implementation
+        reader.remove()
+    tolerance = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())
+    for what, found in (("in one pass", whole), ("with its cache", torch.cat(pieces, dim=1))):
+        difference = float((found - expected).abs().max())
+        if not difference <= tolerance:
+            raise ValueError(
+                f"{type(model).__name__} cannot be made blockwise: its logits {what} differ by {difference:.2g} from "
+                "those of a dense mask, so its layers do more than attend to the keys that they are given."
+            )

@@ -1,0 +1,156 @@
+"""What a model does with masks and caches, found out by letting it read a few tokens."""
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, causal_mask_function, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+_NAME = "lex_hf_probe"
+
+
+@dataclass(frozen=True)
+class _Mask:
+    """What a layer gets in the place of a mask: the mask, and for which layers it was made."""
+
+    mask: Any
+    window: int | None
+    is_causal: bool
+
+
+@dataclass
+class Probe:
+    """What was seen while a model read.
+
+    Attributes:
+        windows: By index of the layer, the number of tokens that it sees; `None` for full attention.
+        modules: Attention modules in the order in which they attended.
+        unmasked: Attention modules that got no mask, or one that they made themselves.
+        is_causal: Whether all masks are causal ones, without exceptions for some tokens.
+    """
+
+    windows: dict[int, int | None] = field(default_factory=dict)
+    modules: list[nn.Module] = field(default_factory=list)
+    unmasked: list[nn.Module] = field(default_factory=list)
+    is_causal: bool = True
+
+
+def examine(model: PreTrainedModel, function: Callable[..., Any]) -> Probe:
+    """Let a model read a few tokens, and note how its layers attend.
+
+    Args:
+        model: The model; it is left as it was.
+        function: Returns the attention function that a module calls by itself.
+    """
+    probe = Probe()
+    implementation = model.config.get_text_config()._attn_implementation
+    masks = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation, eager_mask)
+
+    def mask(*args: Any, **kwargs: Any) -> _Mask:
+        is_causal = kwargs.get("local_size") is not None or kwargs.get("mask_function") is causal_mask_function
+        return _Mask(masks(*args, **kwargs), kwargs.get("local_size"), is_causal and not kwargs.get("use_vmap"))
+
+    def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        if isinstance(attention_mask, _Mask):
+            probe.modules.append(module)
+            probe.is_causal &= attention_mask.is_causal
+            probe.windows[getattr(module, "layer_idx", -1)] = attention_mask.window
+            attention_mask = attention_mask.mask
+        else:
+            probe.unmasked.append(module)
+        return function(module)(module, query, key, value, attention_mask, **kwargs)
+
+    with reading_as(model, mask, attend), torch.no_grad(), evaluating(model):
+        model(input_ids=tokens(model, 4), use_cache=False)
+    return probe
+
+
+@contextmanager
+def reading_as(model: PreTrainedModel, mask: Callable[..., Any], attend: Callable[..., Any]) -> Iterator[None]:
+    """Make two functions the attention implementation of a model while the context lasts."""
+    config = model.config.get_text_config()
+    before = config._attn_implementation
+    AttentionInterface.register(_NAME, attend)
+    AttentionMaskInterface.register(_NAME, mask)
+    config._attn_implementation_internal = _NAME
+    try:
+        yield
+    finally:
+        config._attn_implementation_internal = before
+        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            registry._global_mapping.pop(_NAME, None)
+
+
+def tokens(model: PreTrainedModel, count: int) -> torch.Tensor:
+    """Return a few token ids that a model knows, shape `(1, count)`."""
+    size = model.get_input_embeddings().weight.shape[0]
+    return (torch.arange(1, count + 1, device=model.device) * 7919 % size)[None]
+
+
+@contextmanager
+def evaluating(model: PreTrainedModel) -> Iterator[None]:
+    """Put every module into evaluation mode, and those that were training back afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+def logits_of_blocks(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    block: int,
+    layers: Collection[int],
+    bound: int,
+    function: Callable[..., Any],
+) -> torch.Tensor:
+    """Compute the logits of blockwise attention by a dense mask, in the model's own attention.
+
+    Args:
+        model: The model.
+        ids: Shape `(1, tokens)`.
+        block: Length of a block.
+        layers: Indices of the layers that read in blocks.
+        bound: Longest window of a layer that keeps its own attention.
+        function: As of [`examine`].
+    """
+    implementation = model.config.get_text_config()._attn_implementation
+    masks = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation, eager_mask)
+
+    def in_blocks(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return key // block >= query // block - 1
+
+    def mask(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        own, window = masks(*args, **kwargs), kwargs.get("local_size")
+        if window is not None and window <= bound:
+            return own, own
+        dense = {"mask_function": and_masks(causal_mask_function, in_blocks), "allow_is_causal_skip": False}
+        return own, masks(*args, **{**kwargs, **dense, "local_size": None})
+
+    def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        chosen = attention_mask[module.layer_idx in layers]
+        return function(module)(module, query, key, value, chosen, **kwargs)
+
+    with reading_as(model, mask, attend), torch.no_grad(), evaluating(model):
+        return model(input_ids=ids, use_cache=False).logits
+
+
+def check_cache(model: PreTrainedModel, layers: Collection[int]) -> str | None:
+    """Return what keeps layers from having a cache of two blocks; `None` if nothing does."""
+    cache = DynamicCache(config=model.config.get_text_config())
+    with torch.no_grad(), evaluating(model):
+        model(input_ids=tokens(model, 4), use_cache=True, past_key_values=cache)
+    for index in layers:
+        layer: Any = cache.layers[index] if index < len(cache.layers) else None
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or not layer.is_initialized:
+            return f"layer {index} keeps its past in a {type(layer).__name__}"
+    return None

@@ -1,0 +1,294 @@
+"""How a model of transformers reads in blocks: its forward pass is planned, and its layers attend along the plan.
+
+transformers looks up two functions by the name of the attention implementation: one that makes masks, once for each
+kind of layer in a forward pass, and one that attends, in each layer. A [`Reader`] is both under a name of its own. A
+hook before the forward pass of the decoder lays down the plan, and supplies the cache; the function that makes masks
+hands the plan to layers with full attention, in the place of their mask, and attention follows it.
+"""
+
+import copy
+import inspect
+import itertools
+import sys
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from lex_hf.model.attention_lex import Fold, Planner, Step
+from lex_hf.model.batch_lex import PACKED, Batch, Movable
+from lex_hf.model.functions_lex import AttentionFunction, eager_attention_forward
+from lex_hf.model.masking_lex import BlockwisePattern
+from lex_hf.model.positions_lex import PositionScheme
+from lex_hf.rope.block_cache import adopt
+
+
+@dataclass(frozen=True)
+class Reading(Movable):
+    """What layers with full attention get in the place of a mask.
+
+    Attributes:
+        plan: The plan of this forward pass.
+        is_cached: Whether keys and values come from the cache, which has put the tokens of each row first.
+        full: The mask of layers that keep full attention, as their own attention function takes it.
+    """
+
+    plan: Fold | Step
+    is_cached: bool
+    full: torch.Tensor | None = None
+
+
+_NUMBERS = itertools.count()
+
+
+def new_name() -> str:
+    """Return a name for the attention implementation of one model."""
+    return f"lex_hf_blockwise_{next(_NUMBERS)}"
+
+
+class Reader:
+    """The attention implementation of one model.
+
+    Args:
+        decoder: The module whose forward pass makes masks and calls the layers.
+        block: Length of a block in tokens.
+        layers: Indices of the layers that read in blocks.
+        windows: By index of each layer that attends, the number of tokens that it sees by itself; `None` for all.
+        bound: Longest window, in tokens, of a layer that keeps its own attention.
+        implementation: Name of the attention implementation that attends within blocks, the model's own.
+    """
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        block: int,
+        layers: Collection[int],
+        windows: Mapping[int, int | None],
+        bound: int,
+        implementation: str,
+    ) -> None:
+        self.name, self.implementation, self.bound = new_name(), implementation, bound
+        self.pattern = BlockwisePattern(block)
+        self.layers = frozenset(layers)
+        self.is_all = self.layers == set(windows)
+        self.keeps_full = any(
+            window is None or window > bound for index, window in windows.items() if index not in layers
+        )
+        self.config: Any = decoder.config
+        self.scheme = PositionScheme(self.config)
+        self.signature = inspect.signature(decoder.forward)
+        self.function = ModelFunction(implementation)
+        self.waiting: Reading | None = None
+        self.was_taken = False
+        self._hooks: list[Any] = []
+
+    def install(self, decoder: PreTrainedModel) -> None:
+        """Register the functions and the hooks."""
+        self._register()
+        self._hooks = [
+            decoder.register_forward_pre_hook(self.begin, with_kwargs=True),
+            decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True),
+        ]
+
+    def _register(self) -> None:
+        AttentionInterface.register(self.name, self.attend)
+        AttentionMaskInterface.register(self.name, self.mask)
+
+    def remove(self) -> None:
+        """Undo [`Reader.install`]."""
+        for hook in self._hooks:
+            hook.remove()
+        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+            registry._global_mapping.pop(self.name, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Reader":
+        """Copy for a copy of the model, whose functions are registered under another name."""
+        other = copy.copy(self)
+        memo[id(self)] = other
+        other.name = new_name()
+        other.config = copy.deepcopy(self.config, memo)
+        other.config._attn_implementation_internal = other.name
+        other.waiting, other._hooks = None, copy.deepcopy(self._hooks, memo)
+        other._register()
+        return other
+
+    def begin(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        """Plan a forward pass and supply its cache; a forward pre-hook.
+
+        Raises:
+            ValueError: If mask, positions or cache do not fit, see [`Batch.of`].
+        """
+        kwargs = {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
+        states = kwargs.get("inputs_embeds")
+        if states is None:
+            states = kwargs["input_ids"].unsqueeze(-1)
+        mask, positions = _given(kwargs.get("attention_mask")), kwargs.get("position_ids")
+        cache, layer = self._cache(kwargs), None
+        if cache is not None:
+            layer = cache.layers[min(self.layers)]
+        batch = Batch.of(states, mask, positions, layer)
+        if batch.document is not None and cache is not None:
+            if kwargs.get("past_key_values") is not None:
+                raise ValueError(PACKED)
+            cache, layer = None, None
+            batch = Batch.of(states, mask, positions, None)
+            kwargs["use_cache"] = False
+        kwargs |= {"past_key_values": cache, "attention_mask": mask}
+        if positions is None:  # by itself, a model counts padding
+            kwargs["position_ids"] = batch.positions_by_column(states.device)
+        if cache is not None:
+            for index in self.layers:
+                cache.layers[index].batch = batch
+        planner = Planner(self.pattern, self.scheme, self.function, decoder.dtype, states.device)
+        (plan,) = planner.plan([batch], layer)
+        self.waiting = Reading(plan, is_cached=layer is not None)
+        self.was_taken = False
+        return (), kwargs
+
+    def end(self, decoder: Any, args: Any, kwargs: Any, output: Any = None) -> None:
+        """Forget the plan of a forward pass; a forward hook.
+
+        Raises:
+            RuntimeError: If the pass went by without the plan.
+        """
+        was_taken, self.waiting, self.was_taken = self.was_taken, None, False
+        if output is not None and not was_taken:
+            raise RuntimeError(
+                f"{type(decoder).__name__} did not read in blocks: its attention implementation is now "
+                f"{self.config._attn_implementation!r}. Call lex_hf.restore(model) before you change it."
+            )
+
+    def _cache(self, kwargs: dict[str, Any]) -> Cache | None:
+        """Return the cache of a forward pass, with layers of two blocks."""
+        cache, use_cache = kwargs.get("past_key_values"), kwargs.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(self.config, "use_cache", False)
+        if cache is None and not use_cache:
+            return None
+        return self._adopted(DynamicCache(config=self.config) if cache is None else cache)
+
+    def _adopted(self, cache: Any) -> Cache:
+        return adopt(cache, dict.fromkeys(sorted(self.layers), self.pattern), self.name)
+
+    def prepare_cache(self, model: Any, prepare: Any, *args: Any, **kwargs: Any) -> None:
+        """Let `generate` make its cache, and give it layers of two blocks before it learns that tokens are taken back.
+
+        Args:
+            model: The model that generates.
+            prepare: Its own method.
+            args: Arguments of that; the second are those of the model.
+            kwargs: Further ones.
+        """
+        prepare(*args, **kwargs)
+        given = args[1] if len(args) > 1 else kwargs["model_kwargs"]
+        cache = given.get("past_key_values")
+        if cache is not None:
+            records = any(cache.is_recording_past(index) for index in range(len(cache.layers)))
+            given["past_key_values"] = self._adopted(cache)
+            generation_config = args[0] if args else kwargs["generation_config"]
+            if records or generation_config.is_assistant:
+                cache.activate_past_recording()
+
+    def mask(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the plan for layers with full attention, and the mask of transformers for all others."""
+        window = kwargs.get("local_size")
+        if window is not None and window <= self.bound:
+            return self._own_mask(*args, **kwargs)
+        given = kwargs.get("attention_mask")
+        if self.waiting is None:  # `generate` asks before the forward pass, which then gets what it was given
+            # Compiled steps need a mask whose shape does not change; other layers need that of the tokens before.
+            return given[:, -kwargs["q_length"] :] if self.is_all and given is not None else given
+        self.was_taken = True
+        if not self.keeps_full:
+            return self.waiting
+        return replace(self.waiting, full=self._own_mask(*args, **kwargs))
+
+    def _own_mask(self, *args: Any, **kwargs: Any) -> Any:
+        return ALL_MASK_ATTENTION_FUNCTIONS.get(self.implementation, eager_mask)(*args, **kwargs)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attend along the plan, or as the model does by itself; an attention function of transformers."""
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        if isinstance(attention_mask, Reading) and module.layer_idx not in self.layers:
+            attention_mask = attention_mask.full
+        if module.layer_idx not in self.layers:
+            function = self.function.of(module)
+            return function(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        if not isinstance(attention_mask, Reading):
+            raise RuntimeError(
+                f"{type(module).__name__} got a mask without a plan: call the model itself, not its forward method."
+            )
+        plan, rows = attention_mask.plan, attention_mask.plan.batch
+        query = rows.align(query)
+        if not attention_mask.is_cached:
+            key, value = rows.align(key), rows.align(value)
+        kwargs.pop("sliding_window", None)
+        kwargs.pop("is_causal", None)
+        function = partial(self.function, module, **kwargs)
+        output, _ = plan.attend(function, query, key, value, dense=False, scaling=scaling, dropout=dropout)
+        return rows.restore(output).transpose(1, 2).contiguous(), None
+
+
+def _given(mask: Any) -> torch.Tensor | None:
+    """Return the mask `(batch, tokens)` that was passed, perhaps among those of all kinds of layers.
+
+    Raises:
+        ValueError: If there is another one.
+    """
+    if isinstance(mask, dict):
+        mask = next((each for each in mask.values() if isinstance(each, torch.Tensor) and each.dim() == 2), None)
+    if mask is not None and not (isinstance(mask, torch.Tensor) and mask.dim() == 2):
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask is {shape}; a model with blocks makes its own masks, from one of the shape "
+            "(batch, tokens), 1 for tokens and 0 for padding."
+        )
+    return mask
+
+
+class ModelFunction(AttentionFunction):
+    """The attention function of a model itself, also where that is the one in its own file.
+
+    Args:
+        implementation: Its name.
+    """
+
+    def __init__(self, implementation: str) -> None:
+        super().__init__(implementation)
+        self.suits_single_queries = True
+
+    def of(self, module: nn.Module) -> Any:
+        """Return the function that a module would call."""
+        own = getattr(sys.modules[type(module).__module__], "eager_attention_forward", eager_attention_forward)
+        return ALL_ATTENTION_FUNCTIONS.get_interface(self.implementation, own)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+        causal: bool,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Apply attention; see [`AttentionFunction`]."""
+        output, weights = self.of(module)(module, query, key, value, mask, is_causal=causal, **kwargs)
+        return output.transpose(1, 2), weights
