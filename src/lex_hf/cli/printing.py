@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Column, Table
 
 from lex_hf.records import to_json
@@ -32,7 +32,7 @@ def print_json(value: Any) -> None:
     print(to_json(value))  # noqa: T201
 
 
-def show(console: Console, as_json: bool, result: Any, shown: Table | str, *writing: Callable[[], object]) -> None:
+def show(console: Console, as_json: bool, result: Any, shown: RenderableType, *writing: Callable[[], object]) -> None:
     """Write a result to files and print it, as JSON or as what is shown; each is done whatever becomes of the others.
 
     It is printed last, after a [`session`], which keeps standard output free.

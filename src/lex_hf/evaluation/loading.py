@@ -48,16 +48,44 @@ def load_for_evaluation(
         ValueError: If there is no such model or tokenizer, it cannot be read, its weights are not those of the
             model (see [`load_whole`]), or the device or the dtype is unknown.
     """
+    placement = _placement(device, dtype)
+    tokenizer = _load_tokenizer(model_id, trust_remote_code, model_kwargs)
+    return _load_model(model_id, placement, dtype, trust_remote_code, model_kwargs), tokenizer
+
+
+def load_without_tokenizer(
+    model_id: str,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
+    **model_kwargs: Any,
+) -> PreTrainedModel:
+    """Load a model as [`load_for_evaluation`] does, for texts that are token ids already."""
+    return _load_model(model_id, _placement(device, dtype), dtype, trust_remote_code, model_kwargs)
+
+
+def _placement(device: str | torch.device | None, dtype: str | torch.dtype | None) -> torch.device:
+    """Return the device of a model, after a check of its dtype."""
     placement = find_device(device)
     join_processes(placement)
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not (dtype in (None, "auto") or isinstance(named, torch.dtype)):
         raise ValueError(f"dtype = {dtype!r}: it must be a dtype of torch, e.g. 'float32' or 'bfloat16'.")
-    tokenizer = _load_tokenizer(model_id, trust_remote_code, model_kwargs)
+    return placement
+
+
+def _load_model(
+    model_id: str,
+    placement: torch.device,
+    dtype: str | torch.dtype | None,
+    trust_remote_code: bool,
+    model_kwargs: Mapping[str, Any],
+) -> PreTrainedModel:
     model = load_whole(
         AutoModelForCausalLM, model_id, dtype=dtype, trust_remote_code=trust_remote_code, **model_kwargs
     )
-    return model.to(placement).eval(), tokenizer
+    return model.to(placement).eval()
 
 
 def _load_tokenizer(

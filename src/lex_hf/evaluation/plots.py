@@ -145,7 +145,11 @@ def _show_lower_end(axes: Axes, curves: Iterable[Mapping[int, float]], ends: Ite
 
 
 def perplexity_by_scheme(
-    panels: Mapping[str, Mapping[str, Mapping[int, float]]], length: int, *, title: str
+    panels: Mapping[str, Mapping[str, Mapping[int, float]]],
+    length: int,
+    *,
+    title: str,
+    xlabel: str = "Length of the text (tokens)",
 ) -> Figure:
     """Draw perplexity against length for many position schemes, one panel for each attention pattern.
 
@@ -153,19 +157,21 @@ def perplexity_by_scheme(
         panels: For each pattern and scheme, its perplexity at each length in tokens.
         length: Training length in tokens, marked by a line.
         title: Title; say what the texts are.
+        xlabel: What the lengths are.
     """
     figure = _figure((11, 5.5), title)
     schemes = list(dict.fromkeys(scheme for curves in panels.values() for scheme in curves))
     markers = dict(zip(schemes, cycle("os^Dv*<>pX"), strict=False))
     colours = dict(zip(schemes, cycle(style["color"] for style in STYLES), strict=False))
-    for axes, (pattern, curves) in zip(figure.subplots(1, len(panels), sharey=True), panels.items(), strict=True):
+    every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for axes, (pattern, curves) in zip(every, panels.items(), strict=True):
         for place, (scheme, curve) in enumerate(curves.items()):
             line = {"color": colours[scheme], "marker": markers[scheme]}
             line["linestyle"] = "-" if place < len(STYLES) else "--"
             label = _label(scheme, _everywhere(panels, scheme))
             axes.plot(list(curve), _heights(curve), label=label, markersize=5, **line)
-        axes.set(title=pattern)
         _length_axis(axes, curves.values())
+        axes.set(title=pattern, xlabel=xlabel)
         _log_perplexity(axes, curves.values())
         axes.axvline(length, color="0.6", linewidth=1, zorder=1)
     _mark_training_length(axes, length)

@@ -1,0 +1,324 @@
+"""Ways to read beyond the training length, measured beside each other: perplexity by position, memory and time."""
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from lex_hf.data.documents import load_documents
+from lex_hf.errors import plain
+from lex_hf.evaluation import plots
+from lex_hf.evaluation.loading import evaluating, load_for_evaluation
+from lex_hf.evaluation.texts import encode
+from lex_hf.rope import probe
+from lex_hf.rope.reader import ModelFunction
+from lex_hf.rope.ways import WAYS, Reading, Size, Way
+
+MOST_LENGTHS = 32  # training lengths that are read by default
+STEPS = 16  # tokens that are decoded
+ROUNDS = 3  # of which the fastest counts
+PIECE = 4  # training lengths, where a text is read in pieces
+_LOGITS_AT_ONCE = 4096
+_NOT_YET = "the only number that is implemented."  # what `blockwise` says of sinks
+
+
+@dataclass(frozen=True)
+class WayResult:
+    """What was measured of one way.
+
+    Attributes:
+        way: Its name for the command line.
+        name: Its name in tables, with its settings.
+        memory: `"keeps everything"` or `"bounded"`.
+        problem: Why it could not be measured; all else is then empty.
+        nll: Mean negative log-likelihood in nats per token, by bucket; `None` where no text is so long.
+        tokens: Number of predictions, by bucket.
+        bytes_kept: Keys and values that are kept after the longest text, by formula.
+        bytes_counted: Those that were found in its cache; `None` of references, which have none.
+        prefill_seconds: Time to read the longest text but for its last `STEPS` tokens: in one pass, or in pieces of 4
+            training lengths if that is faster.
+        decode_seconds: Time of each of these, one at a time.
+    """
+
+    way: str
+    name: str
+    memory: str
+    problem: str | None = None
+    nll: tuple[float | None, ...] = ()
+    tokens: tuple[int, ...] = ()
+    bytes_kept: int | None = None
+    bytes_counted: int | None = None
+    prefill_seconds: float | None = None
+    decode_seconds: float | None = None
+
+    @property
+    def perplexity(self) -> tuple[float | None, ...]:
+        """Perplexity by bucket."""
+        return tuple(None if nll is None else _exp(nll) for nll in self.nll)
+
+
+@dataclass(frozen=True)
+class WaysResult:
+    """All ways.
+
+    Attributes:
+        model: Name of the model.
+        training_length: l, in tokens.
+        longest: Length of the longest text that was read, in tokens.
+        texts: Number of texts.
+        buckets: First and last place of the last token read before a prediction, places counted from 0.
+        ways: Results, in the order of the table.
+    """
+
+    model: str
+    training_length: int
+    longest: int
+    texts: int
+    buckets: tuple[tuple[int, int], ...]
+    ways: tuple[WayResult, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as dictionaries, lists, texts and numbers."""
+        ways = [asdict(way) | {"perplexity": list(way.perplexity)} for way in self.ways]
+        return asdict(self) | {"ways": ways}
+
+    def plot(self) -> Figure:
+        """Draw perplexity by position, ways that keep everything beside bounded ones."""
+        panels: dict[str, dict[str, dict[int, float]]] = {}
+        for way in self.ways:
+            if way.problem is None:
+                curve = {
+                    last + 1: math.nan if value is None else value
+                    for (_, last), value in zip(self.buckets, way.perplexity, strict=True)
+                }
+                panels.setdefault(way.memory, {})[way.name] = curve
+        title = f"{self.model}: perplexity by position"
+        label = "Tokens read, up to this number from the one before"
+        return plots.perplexity_by_scheme(panels, self.training_length, title=title, xlabel=label)
+
+
+def measure_ways(
+    model: PreTrainedModel,
+    texts: Sequence[Tensor],
+    training_length: int | None = None,
+    *,
+    name: str = "model",
+    longest: int | None = None,
+    ways: Sequence[str] | None = None,
+    report: Callable[[str], object] = lambda text: None,
+) -> WaysResult:
+    """Let a model read texts in several ways, each text in one pass.
+
+    Args:
+        model: A causal language model with rotary positions; left as it was.
+        texts: Token ids of each text, int64, shape `(tokens,)`.
+        training_length: Number of tokens that it was trained to read, even; by default what its configuration says.
+        name: Its name.
+        longest: Tokens of a text that are read; by default those of the longest text, at most 32 training lengths.
+        ways: Names from [`WAYS`]; all by default.
+        report: Called with a line about what is being measured.
+
+    Raises:
+        ValueError: If an argument does not fit, or no text is longer than the training length.
+    """
+    chosen = _chosen(ways)
+    length = known_length(model, training_length)
+    _check(model, texts, length, longest)
+    longest = min(longest or MOST_LENGTHS * length, max(map(len, texts)))
+    texts = [text[:longest].to(model.device) for text in texts]
+    size, buckets = Size(length, longest), _buckets(length, longest)
+    with torch.no_grad(), evaluating(model):
+        results = [_read(model, each, size, texts, buckets, report) for each in chosen]
+        results = [each for each in results if not (each.problem or "").endswith(_NOT_YET)]
+        report("measuring time and memory")
+        results = _with_costs(model, results, size, max(texts, key=len))
+    return WaysResult(name, length, longest, len(texts), tuple(buckets), tuple(results))
+
+
+def read_texts(
+    model: str,
+    files: Sequence[str],
+    count: int,
+    text_field: str,
+    add_start_token: bool,
+    longest: int | None,
+    loading: Mapping[str, Any],
+) -> tuple[PreTrainedModel, list[Tensor]]:
+    """Load a model with its tokenizer, and tokenize texts.
+
+    Args:
+        model: Folder or Hub id.
+        files: As of [`load_documents`].
+        count: Number of texts, the first ones.
+        text_field: As of [`load_documents`].
+        add_start_token: Whether each text begins with the BOS token.
+        longest: Tokens of a text that are kept; `None` keeps all.
+        loading: Options of [`load_for_evaluation`].
+
+    Returns:
+        The model, and the token ids of each text.
+
+    Raises:
+        ValueError: As of [`load_documents`], [`load_for_evaluation`] and [`encode`].
+    """
+    texts = list(load_documents(list(files), text_field=text_field)["text"])[:count]
+    network, tokenizer = load_for_evaluation(model, **loading)
+    return network, [each.tokens for each in encode(network, tokenizer, texts, add_start_token, longest)]
+
+
+def known_length(model: PreTrainedModel, given: int | None) -> int:
+    """Return a training length in tokens: the one given, or what the configuration of a model says.
+
+    Raises:
+        ValueError: If there is none, or it is not an even number of at least 8.
+    """
+    config = model.config.get_text_config()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    known = parameters.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
+    length = known if given is None else given
+    if length is None:
+        raise ValueError("training_length: the configuration of the model does not say it; give it, in tokens.")
+    if length < 8 or length % 2:
+        raise ValueError(f"training_length = {length}: it must be an even number of tokens, at least 8.")
+    return int(length)
+
+
+def _chosen(ways: Sequence[str] | None) -> list[str]:
+    unknown = sorted(set(ways or ()) - set(WAYS))
+    if unknown:
+        raise ValueError(f"ways = {', '.join(unknown)}: those known are {', '.join(WAYS)}.")
+    return [name for name in WAYS if not ways or name in ways]
+
+
+def _check(model: PreTrainedModel, texts: Sequence[Tensor], length: int, longest: int | None) -> None:
+    if not texts or min(map(len, texts)) < 2:
+        raise ValueError("There are no texts, or one has fewer than 2 tokens; the first token is not scored.")
+    vocabulary, largest = model.get_input_embeddings().weight.shape[0], max(int(text.max()) for text in texts)
+    if largest >= vocabulary:
+        raise ValueError(f"A text holds the token id {largest}, but the vocabulary of the model has {vocabulary} ids.")
+    if longest is not None and longest <= length + STEPS:
+        raise ValueError(
+            f"length = {longest}: it must exceed the training length of {length} tokens by {STEPS} or more."
+        )
+    if max(map(len, texts)) <= length + STEPS:
+        raise ValueError(
+            f"The longest text has {max(map(len, texts))} tokens, and the model was trained with {length}: within the "
+            "training length all ways are alike. Give longer texts, or the true training length."
+        )
+
+
+def _buckets(length: int, longest: int) -> list[tuple[int, int]]:
+    """Return first and last places: halves of the training length, then up to 4, 8, 16, … training lengths."""
+    edges, limit = [0, length // 2, length], 4 * length
+    while edges[-1] < longest - 1:
+        edges.append(min(limit, longest - 1))
+        limit *= 2
+    return [(first, end - 1) for first, end in pairwise(edges)]
+
+
+def _read(
+    model: PreTrainedModel,
+    name: str,
+    size: Size,
+    texts: Sequence[Tensor],
+    buckets: Sequence[tuple[int, int]],
+    report: Callable[[str], object],
+) -> WayResult:
+    """Measure the losses of a way by bucket."""
+    way = WAYS[name]
+    result = WayResult(name, way.describe(size), "bounded" if way.is_bounded else "keeps everything")
+    try:
+        with way.open(model, size) as reading:
+            report(f"reading: {result.name}")
+            losses = [_losses(reading.model, text) for text in texts]
+    except (ValueError, IndexError) as error:  # an IndexError: its table of positions ends
+        return replace(result, problem=plain(error))
+    parts = [[loss[first : last + 1].double() for loss in losses] for first, last in buckets]
+    tokens = tuple(sum(map(len, row)) for row in parts)
+    sums = [sum(float(part.sum()) for part in row) for row in parts]
+    means = tuple(total / count if count else None for total, count in zip(sums, tokens, strict=True))
+    return replace(result, nll=means, tokens=tokens)
+
+
+def _losses(model: PreTrainedModel, text: Tensor) -> Tensor:
+    """NLL of each token of a text but the first, in nats, shape `(tokens - 1,)`."""
+    model(input_ids=text[None, :1], use_cache=False)  # dynamic frequencies of transformers stay until a short text
+    logits = model(input_ids=text[None, :-1], use_cache=False).logits[0]
+    pieces = zip(logits.split(_LOGITS_AT_ONCE), text[1:].split(_LOGITS_AT_ONCE), strict=True)
+    return torch.cat([F.cross_entropy(part.float(), targets, reduction="none") for part, targets in pieces]).cpu()
+
+
+def _with_costs(model: PreTrainedModel, results: Sequence[WayResult], size: Size, text: Tensor) -> list[WayResult]:
+    """Add bytes, and time where there is a cache: ways take turns, and the fastest of several rounds counts."""
+    done = [
+        each if each.problem else replace(each, bytes_kept=bytes_kept(model, WAYS[each.way], size)) for each in results
+    ]
+    for _ in range(ROUNDS):
+        for index, result in enumerate(done):
+            if result.problem is None:
+                with WAYS[result.way].open(model, size) as reading:
+                    done[index] = _faster(result, reading, size, text)
+    return done
+
+
+def _faster(result: WayResult, reading: Reading, size: Size, text: Tensor) -> WayResult:
+    """Time a way once more, and keep the shorter times."""
+    if reading.new_cache is None:
+        return result
+    head, tail = text[None, :-STEPS], text[None, -STEPS:].split(1, dim=1)
+    prefill = math.inf if result.prefill_seconds is None else result.prefill_seconds
+    for pieces in ((head,), head.split(PIECE * size.training_length, dim=1)):
+        cache = reading.new_cache()
+        prefill = min(prefill, _timed(reading.model, pieces, cache))
+    decode = _timed(reading.model, tail, cache) / STEPS
+    if result.decode_seconds is not None:
+        decode = min(decode, result.decode_seconds)
+    counted = sum(map(_bytes, cache.layers))
+    return replace(result, prefill_seconds=prefill, decode_seconds=decode, bytes_counted=counted)
+
+
+def _timed(model: PreTrainedModel, pieces: Sequence[Tensor], cache: Any) -> float:
+    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    start = time.perf_counter()
+    for piece in pieces:
+        last = model(input_ids=piece, past_key_values=cache, use_cache=True, **options).logits[0, -1, 0]
+    float(last)  # waits for an accelerator
+    return time.perf_counter() - start
+
+
+def _bytes(layer: Any) -> int:
+    """Bytes of the keys and values of a layer of a cache."""
+    states = [getattr(layer, name, None) for name in ("keys", "values")]
+    return sum(each.numel() * each.element_size() for each in states if each is not None)
+
+
+def bytes_kept(model: PreTrainedModel, way: Way, size: Size) -> int:
+    """Return the bytes of keys and values that a way keeps after the longest text.
+
+    That is, over all layers, tokens kept · 2 · key heads · head dimension · bytes of a number, where the last four are
+    counted in the cache of one token. Layers with a window of their own keep that.
+    """
+    cache = DynamicCache(config=model.config.get_text_config())
+    model(input_ids=probe.tokens(model, 1), past_key_values=cache, use_cache=True)
+    windows = probe.examine(model, ModelFunction(model.config.get_text_config()._attn_implementation).of).windows
+    total = 0
+    for index, layer in enumerate(cache.layers):
+        window, each = windows.get(index), _bytes(layer)
+        kept = way.kept(size.longest, size.training_length)
+        has_window = window is not None and window <= size.training_length
+        total += each * (min(size.longest, window - 1) if has_window and window is not None else kept)
+    return total
+
+
+def _exp(nll: float) -> float:
+    return math.exp(nll) if nll < 700 else math.inf
