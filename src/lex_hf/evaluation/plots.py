@@ -150,6 +150,7 @@ def perplexity_by_scheme(
     *,
     title: str,
     xlabel: str = "Length of the text (tokens)",
+    legend_columns: int = 5,
 ) -> Figure:
     """Draw perplexity against length for many position schemes, one panel for each attention pattern.
 
@@ -158,6 +159,7 @@ def perplexity_by_scheme(
         length: Training length in tokens, marked by a line.
         title: Title; say what the texts are.
         xlabel: What the lengths are.
+        legend_columns: Columns of the legend; fewer for long names.
     """
     figure = _figure((11, 5.5), title)
     schemes = list(dict.fromkeys(scheme for curves in panels.values() for scheme in curves))
@@ -179,7 +181,7 @@ def perplexity_by_scheme(
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             named.setdefault(label, handle)
-    _legend_below(figure, handles=named.values(), labels=named, ncols=5)
+    _legend_below(figure, handles=named.values(), labels=named, ncols=legend_columns)
     return figure
 
 

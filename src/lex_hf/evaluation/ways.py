@@ -104,7 +104,7 @@ class WaysResult:
                 panels.setdefault(way.memory, {})[way.name] = curve
         title = f"{self.model}: perplexity by position"
         label = "Tokens read, up to this number from the one before"
-        return plots.perplexity_by_scheme(panels, self.training_length, title=title, xlabel=label)
+        return plots.perplexity_by_scheme(panels, self.training_length, title=title, xlabel=label, legend_columns=3)
 
 
 def measure_ways(

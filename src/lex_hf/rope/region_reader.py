@@ -2,14 +2,15 @@
 
 Scores at other positions need queries and keys that were rotated otherwise. Families of models differ in how they
 rotate, so no rotation is taken apart here: the model itself rotates. Each text is read in several rows that differ in
-`position_ids` alone. In attention, the rows hold the same queries and keys at different positions. Every pair takes its
-score from the rows that its region names, and all rows continue with the same output.
+`position_ids` alone. In attention, the rows hold the same queries and keys at different positions. Every pair takes
+its score from the rows that its region names, and all rows continue with the same output.
 """
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,14 +57,21 @@ def reading_regions(
     restore(blockwise(model, training_length))  # finds what is wrong with a model: positions, masks, angles
     config = model.config.get_text_config()
     function = ModelFunction(config._attn_implementation if config._attn_implementation in _MASKED else "eager")
-    windows = probe.examine(model, ModelFunction(config._attn_implementation).of).windows
-    own = frozenset(index for index, window in windows.items() if window is not None and window <= training_length)
-    _try(model, own, training_length, function)
-    with _installed(model, regions, own, training_length, function):
+    seen = probe.examine(model, ModelFunction(config._attn_implementation).of)
+    own = {index for index, window in seen.windows.items() if window is not None and window <= training_length}
+    # Of the models within a model, the innermost that attends: it makes masks, and calls the layers.
+    *_, decoder = (each for each in model.modules() if isinstance(each, PreTrainedModel) and _holds(each, seen))
+    install = partial(_installed, model, decoder, own, training_length, function)
+    _try(model, install)
+    with install(regions):
         yield model
 
 
-def _try(model: PreTrainedModel, own: frozenset[int], training_length: int, function: ModelFunction) -> None:
+def _holds(module: nn.Module, seen: probe.Probe) -> bool:
+    return any(each is seen.modules[0] for each in module.modules())
+
+
+def _try(model: PreTrainedModel, install: Callable[..., AbstractContextManager[None]]) -> None:
     """Move all far pairs to other positions at the same distance, which must change nothing.
 
     Raises:
@@ -81,7 +89,7 @@ def _try(model: PreTrainedModel, own: frozenset[int], training_length: int, func
     with torch.no_grad(), probe.evaluating(model):
         expected = model(input_ids=ids, use_cache=False).logits
         try:
-            with _installed(model, regions, own, training_length, function):
+            with install(regions):
                 found = model(input_ids=ids, use_cache=False).logits
         except Exception as error:  # code that was not written for this raises anything
             raise ValueError(
@@ -98,12 +106,12 @@ def _try(model: PreTrainedModel, own: frozenset[int], training_length: int, func
 @contextmanager
 def _installed(
     model: PreTrainedModel,
-    regions: Sequence[Region],
-    own: frozenset[int],
+    decoder: nn.Module,
+    own: Collection[int],
     training_length: int,
     function: ModelFunction,
+    regions: Sequence[Region],
 ) -> Iterator[None]:
-    decoder = model.get_decoder()
     reader = _RegionReader(decoder, regions, own, function)
     with ExitStack() as stack:
         for module in modules_with_angles(decoder):
@@ -129,7 +137,7 @@ class _RegionReader:
     """
 
     def __init__(
-        self, decoder: nn.Module, regions: Sequence[Region], own: frozenset[int], function: ModelFunction
+        self, decoder: nn.Module, regions: Sequence[Region], own: Collection[int], function: ModelFunction
     ) -> None:
         self.regions, self.own, self.function = regions, own, function
         self.signature = inspect.signature(decoder.forward)
