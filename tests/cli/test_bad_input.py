@@ -131,6 +131,11 @@ COMMANDS = {
         {"model": "model", "text.txt": "text"},
         {**MEASURING, "--threshold": "share", "--batch-size": "count"},
     ),
+    "ways-to-read": Command(
+        "model text.txt --training-length 8 --length 32 --way unchanged",
+        {"model": "model", "text.txt": "text", "--training-length": "count", "--length": "count", "--way": "choice"},
+        {"--device": "device", "--dtype": "dtype", "--output": "folder", "--texts": "count"},
+    ),
     "generate": Command(
         "model abc --max-new-tokens 2",
         {"model": "model", "abc": "typed"},

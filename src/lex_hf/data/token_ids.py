@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def _begins_with_ids(path: Path) -> bool:
         return False
     try:
         first = json.loads(next(_lines(path), (0, "null"))[1])
-    except (ValueError, OSError, RecursionError):  # whoever reads it as texts says what is wrong
+    except (ValueError, OSError, EOFError, zlib.error, RecursionError):  # whoever reads it as texts says what is wrong
         return False
     return isinstance(first, dict) and FIELD in first
 
