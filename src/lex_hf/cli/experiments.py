@@ -9,6 +9,7 @@ from rich.table import Column
 
 from lex_hf.cli.options import LARGEST_SEED, MOST, Device, Json
 from lex_hf.cli.printing import is_main_process, new_table, number, print_json, session
+from lex_hf.cli.ways import tables
 
 
 def demo(
@@ -44,7 +45,8 @@ def reproduce(
         str,
         typer.Argument(
             help="lex-table2 … lex-table6, lex-figure1, lex-figure2 (arXiv 2212.10554); sandwich-table1, -table2, "
-            "-table3, -table5, sandwich-figure4 … -figure7, -figure11 (arXiv 2212.10356)."
+            "-table3, -table5, sandwich-figure4 … -figure7, -figure11 (arXiv 2212.10356); ways-to-read: a tiny Llama "
+            "and GPT-NeoX, read beyond their training length in all ways that need no training."
         ),
     ],
     preset: Annotated[
@@ -86,6 +88,11 @@ def reproduce(
 
     A run that was stopped or killed continues when the same command is given again.
     """
+    if table == "ways-to-read":
+        others = {"data": data, "test": test, "length": length, "tokenizer": tokenizer, "also": also}
+        others |= {"segments": segments, "device": device, "dry-run": dry_run or None}
+        _reproduce_ways(preset, output, steps, _seeds(seeds)[:1], others, as_json)
+        return
     from lex_hf.reproduce import running
 
     with session(as_json) as console:
@@ -111,6 +118,27 @@ def reproduce(
             result = running.run(request, console=console)
     if as_json and is_main_process():
         print_json(result)
+
+
+def _reproduce_ways(
+    preset: str, output: Path, steps: int | None, seeds: list[int], others: dict[str, Any], as_json: bool
+) -> None:
+    """Train tiny models of other families, and read with them in all ways; the first seed counts."""
+    from lex_hf.reproduce import ways
+    from lex_hf.reproduce.tiny import STEPS
+
+    given = [f"--{name}" for name, value in others.items() if value is not None]
+    if preset != "tiny" or given:
+        raise ValueError(
+            f"ways-to-read has the preset tiny alone, and no {given[0] if given else '--preset ' + preset}; for "
+            "models and texts of your own, see lex-hf ways-to-read."
+        )
+    with session(as_json) as console:
+        results = ways.run(output, steps=steps or STEPS, seed=seeds[0] if seeds else 0, console=console)
+    if as_json:
+        print_json({kind: result.to_dict() for kind, result in results.items()})
+    else:
+        console.print(*map(tables, results.values()), sep="\n")
 
 
 def _seeds(text: str) -> list[int]:

@@ -68,12 +68,12 @@ def ways_to_read(
         console,
         as_json,
         numbers,
-        _tables(result),
+        tables(result),
         lambda: None if output is None else write_measurements(output, "ways-to-read", numbers, pictures),
     )
 
 
-def _tables(result: Any) -> Group:
+def tables(result: Any) -> Group:
     """Return perplexities, costs, and what could not be measured."""
     measured = [way for way in result.ways if way.problem is None]
     buckets = [f"{first}-{last}" for first, last in result.buckets]

@@ -1,0 +1,139 @@
+"""Ways to read beside each other on models that are trained here: a tiny Llama and a tiny GPT-NeoX.
+
+Both are trained on 128 bytes at a time of the sources of Python's standard library, and read the beginnings of files
+that were held back, 16 times as long, in every way that needs no training.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from datasets import Dataset
+from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+
+from lex_hf.data.tokenizers import byte_tokenizer
+from lex_hf.evaluation.loading import load_for_evaluation
+from lex_hf.evaluation.texts import encode
+from lex_hf.evaluation.ways import WaysResult, measure_ways
+from lex_hf.evaluation.writing import check_measurements, write_measurements
+from lex_hf.records import hardware, read_json, versions, write_json
+from lex_hf.reproduce.models import DONE, LIBRARIES, join_processes
+from lex_hf.reproduce.tiny import (
+    EXAMPLES_PER_STEP,
+    RECIPE,
+    STEPS,
+    TRAINING_LENGTH,
+    check_seeds,
+    check_steps,
+    standard_library,
+    tiny_training,
+)
+from lex_hf.training.arguments import training_arguments
+from lex_hf.training.interruption import TrainingInterrupted
+from lex_hf.training.run_folder import last_checkpoint
+from lex_hf.training.trainer import train
+
+NAME = "ways-to-read"
+KINDS = {"llama": "Llama", "gpt_neox": "GPT-NeoX"}
+LONGEST = 16 * TRAINING_LENGTH
+TEXTS = 8
+_CHECKPOINTS, _LOGS = 10, 15  # of a training
+
+
+def run(folder: Path, *, steps: int = STEPS, seed: int = 0, console: Console) -> dict[str, WaysResult]:
+    """Train what is missing, and measure all ways; leave models, numbers and pictures in a folder.
+
+    Args:
+        folder: Where to put everything; models that were trained there before are used again.
+        steps: Optimiser steps of each model, of 16 examples.
+        seed: Seed of weights and of the order of examples.
+        console: Where to say what is being done.
+
+    Returns:
+        What was measured, by the kind of the model.
+
+    Raises:
+        KeyboardInterrupt: If training was stopped; the same call resumes it.
+        ValueError: If an argument does not fit, or the folder holds models of other settings.
+    """
+    check_steps(steps)
+    check_seeds([seed])
+    for kind in KINDS:
+        check_measurements(folder, f"{NAME}-{kind}")
+        _check_model(folder / kind, steps, seed)
+    corpus = standard_library()
+    examples, results = corpus.examples(), {}
+    for kind, title in KINDS.items():
+        _train(kind, folder / kind, examples, steps, seed, console)
+        model, tokenizer = load_for_evaluation(str(folder / kind))
+        documents = encode(model, tokenizer, corpus.test_texts()[:TEXTS], add_start_token=True, max_length=LONGEST)
+        texts = [each.tokens for each in documents]
+        result = measure_ways(model, texts, name=f"tiny {title}, {steps} steps", report=console.print)
+        write_measurements(folder, f"{NAME}-{kind}", result.to_dict(), {f"{NAME}-{kind}": result.plot})
+        results[kind] = result
+    return results
+
+
+def model_config(kind: str) -> Any:
+    """Return the configuration of a tiny model: 4 layers of 96, as the other tiny models are.
+
+    Args:
+        kind: `"llama"` or `"gpt_neox"`.
+    """
+    sizes = {name: RECIPE.model[name] for name in ("num_hidden_layers", "hidden_size", "num_attention_heads")}
+    inner = {"llama": 256, "gpt_neox": 384}[kind]  # three matrices, or two: about as many parameters
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), byte_tokenizer().bos_token_id)
+    return AutoConfig.for_model(
+        kind,
+        **sizes,
+        **ids,
+        intermediate_size=inner,
+        vocab_size=RECIPE.model["vocab_size"],
+        max_position_embeddings=TRAINING_LENGTH,
+    )
+
+
+def _check_model(folder: Path, steps: int, seed: int) -> None:
+    """Refuse a folder whose model was trained otherwise."""
+    done = folder / DONE
+    if done.is_file():
+        before = read_json(done)
+        if (before.get("steps"), before.get("seed")) != (steps, seed):
+            raise ValueError(
+                f"{folder} holds a model of {before.get('steps')} steps and the seed {before.get('seed')}, and this "
+                f"is one of {steps} steps and the seed {seed}: choose another folder."
+            )
+
+
+def _train(kind: str, folder: Path, examples: Dataset, steps: int, seed: int, console: Console) -> None:
+    """Train a model and save it, from its last checkpoint if there is one; one that is there is left as it is."""
+    if (folder / DONE).is_file():
+        return
+    console.print(
+        f"{KINDS[kind]}: training for {steps} steps of {EXAMPLES_PER_STEP} examples of {TRAINING_LENGTH} bytes"
+    )
+    join_processes(folder)
+    arguments = training_arguments(
+        folder,
+        **tiny_training(steps),
+        per_device_train_batch_size=EXAMPLES_PER_STEP // PartialState().num_processes,
+        logging_steps=max(1, steps // _LOGS),
+        save_steps=max(1, steps // _CHECKPOINTS),
+        save_total_limit=1,
+        seed=seed,
+        use_cpu=not torch.accelerator.is_available(),
+    )
+    set_seed(seed)
+    model = AutoModelForCausalLM.from_config(model_config(kind))
+    try:
+        result = train(model, byte_tokenizer(), examples, arguments, resume=last_checkpoint(folder) is not None)
+    except TrainingInterrupted as stopped:
+        raise KeyboardInterrupt(
+            f"Training was stopped after {stopped.steps} of {steps} steps, which are saved in {folder}."
+        ) from stopped
+    if PartialState().is_main_process:
+        done = {"steps": result.steps, "seed": seed, "parameters": model.num_parameters(), "losses": result.losses}
+        write_json(folder / DONE, done | {"hardware": hardware(), "versions": versions(*LIBRARIES)})
+    console.print(f"{KINDS[kind]}: loss {result.losses[0][1]:.2f} → {result.losses[-1][1]:.2f} nats per byte")
