@@ -289,7 +289,7 @@ class TestErrors:
         ("kind", "fields", "why"),
         [
             ("gpt2", {"n_positions": 64}, "it knows at which position a text begins"),
-            ("gptj", {"rotary_dim": 4}, "reading a few tokens through transformers' attention interface failed"),
+            ("gptj", {"rotary_dim": 4}, "it does not leave masks and attention to transformers'"),
             ("mistral", {"sliding_window": 4}, "No layer of this MistralForCausalLM sees more tokens"),
         ],
     )

@@ -20,6 +20,7 @@ logger = logging.get_logger(__name__)
 _ATTRIBUTE = "_lex_hf_blockwise"
 _CHECKED_TOKENS = 11  # more than five blocks of the two tokens with which a model is tried
 _SHIFTED_TOKENS, _SHIFT = 4, 3
+_REFUSAL = "cannot be made blockwise"
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
 
@@ -67,14 +68,15 @@ def blockwise(
     if sinks:
         raise ValueError(f"sinks = {sinks}: 0 is the only number that is implemented.")
     function = ModelFunction(config._attn_implementation)
-    _check_positions(model)
     with _refused(model, "reading a few tokens through transformers' attention interface failed"):
         seen = probe.examine(model, function.of)
     _check_attention(model, seen)
+    _check_positions(model)
     full = [index for index, window in seen.windows.items() if window is None or window > length]
     chosen = _chosen_layers(model, full, layers)
     decoder = _decoder(model, seen.modules[0])
-    problem = probe.check_cache(model, chosen)
+    with _refused(model, "reading a few tokens with a DynamicCache failed"):
+        problem = probe.check_cache(model, chosen)
     if problem is not None:
         raise ValueError(f"{type(model).__name__} cannot be made blockwise: {problem}.")
     angles = [ExactAngles(module, length) for module in modules_with_angles(decoder)]
@@ -141,9 +143,9 @@ def _refused(model: PreTrainedModel, what: str) -> Iterator[None]:
     """Turn any error of a model's code into a sentence; sentences are left as they are."""
     try:
         yield
-    except ValueError:
-        raise
     except Exception as error:  # code that was not written for this raises anything
+        if isinstance(error, ValueError) and _REFUSAL in str(error):
+            raise
         raise ValueError(
             f"{type(model).__name__} cannot be made blockwise: {what} ({type(error).__name__}: {plain(error)})."
         ) from error
@@ -163,8 +165,9 @@ def _check_positions(model: PreTrainedModel) -> None:
                 f"{type(model).__name__} cannot be made blockwise: it does not take position_ids, or has a table of "
                 f"positions ({plain(error)}); its positions must be rotary, or none."
             ) from error
-    tolerance = torch.finfo(near.dtype).eps ** 0.5 * float(near.abs().max())
-    if not float((near - far).abs().max()) <= tolerance:
+    # Without angles, positions have no effect at all, or one that half precision may hide.
+    rounding = torch.finfo(near.dtype).eps ** 0.5 if modules_with_angles(model) else 0.0
+    if not float((near - far).abs().max()) <= rounding * float(near.abs().max()):
         raise ValueError(
             f"{type(model).__name__} cannot be made blockwise: it knows at which position a text begins; its "
             "positions must be rotary, or none."
@@ -196,7 +199,7 @@ def _check_attention(model: PreTrainedModel, seen: probe.Probe) -> None:
     name = type(model).__name__
     if not seen.modules and not seen.unmasked:
         raise ValueError(
-            f"{name} cannot be made blockwise: it does not attend through transformers' attention interface."
+            f"{name} cannot be made blockwise: it does not leave masks and attention to transformers' attention interface."
         )
     if seen.unmasked or not seen.is_causal:
         what = type((seen.unmasked or seen.modules)[0]).__name__
@@ -223,12 +226,15 @@ def _chosen_layers(model: PreTrainedModel, full: Collection[int], layers: Collec
 
 
 def _decoder(model: PreTrainedModel, attention: nn.Module) -> Any:
-    """Return the module that holds the list of the layers to which an attention module belongs."""
+    """Return the model that holds the list of the layers to which an attention module belongs."""
     name = next(name for name, module in model.named_modules() if module is attention)
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         if isinstance(model.get_submodule(".".join(parts[:end])), nn.ModuleList):
-            return model.get_submodule(".".join(parts[: end - 1]))
+            parts = parts[: end - 1]
+            while not isinstance(module := model.get_submodule(".".join(parts)), PreTrainedModel):
+                parts = parts[:-1]  # a stack of layers within the model that makes masks for it
+            return module
     raise ValueError(f"{type(model).__name__} cannot be made blockwise: its layers are no list of modules.")
 
 

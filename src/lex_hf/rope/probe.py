@@ -8,11 +8,23 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, causal_mask_function, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _NAME = "lex_hf_probe"
+_REPLACEABLE = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 
 @dataclass(frozen=True)
@@ -52,7 +64,10 @@ def examine(model: PreTrainedModel, function: Callable[..., Any]) -> Probe:
     implementation = model.config.get_text_config()._attn_implementation
     masks = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation, eager_mask)
 
+    masked: list[int | None] = []
+
     def mask(*args: Any, **kwargs: Any) -> _Mask:
+        masked.append(kwargs.get("local_size"))
         is_causal = kwargs.get("local_size") is not None or kwargs.get("mask_function") is causal_mask_function
         return _Mask(masks(*args, **kwargs), kwargs.get("local_size"), is_causal and not kwargs.get("use_vmap"))
 
@@ -67,7 +82,12 @@ def examine(model: PreTrainedModel, function: Callable[..., Any]) -> Probe:
         return function(module)(module, query, key, value, attention_mask, **kwargs)
 
     with reading_as(model, mask, attend), torch.no_grad(), evaluating(model):
-        model(input_ids=tokens(model, 4), use_cache=False)
+        try:
+            model(input_ids=tokens(model, 4), use_cache=False)
+        except Exception:
+            # With a mask and before any attention: then the model's own code works on masks.
+            if not masked or probe.modules or probe.unmasked:
+                raise
     return probe
 
 
@@ -151,6 +171,6 @@ def check_cache(model: PreTrainedModel, layers: Collection[int]) -> str | None:
         model(input_ids=tokens(model, 4), use_cache=True, past_key_values=cache)
     for index in layers:
         layer: Any = cache.layers[index] if index < len(cache.layers) else None
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or not layer.is_initialized:
+        if type(layer) not in _REPLACEABLE or not layer.is_initialized:
             return f"layer {index} keeps its past in a {type(layer).__name__}"
     return None

@@ -78,14 +78,17 @@ class Reader:
         self.pattern = BlockwisePattern(block)
         self.layers = frozenset(layers)
         self.is_all = self.layers == set(windows)
-        self.keeps_full = any(
-            window is None or window > bound for index, window in windows.items() if index not in layers
-        )
+        self.keeps_full = [
+            index
+            for index, window in windows.items()
+            if index not in self.layers and (window is None or window > bound)
+        ]
         self.config: Any = decoder.config
         self.scheme = PositionScheme(self.config)
         self.signature = inspect.signature(decoder.forward)
         self.function = ModelFunction(implementation)
         self.waiting: Reading | None = None
+        self.cache: Cache | None = None  # of the forward pass that `waiting` is for
         self.was_taken = False
         self._hooks: list[Any] = []
 
@@ -115,7 +118,7 @@ class Reader:
         other.name = new_name()
         other.config = copy.deepcopy(self.config, memo)
         other.config._attn_implementation_internal = other.name
-        other.waiting, other._hooks = None, copy.deepcopy(self._hooks, memo)
+        other.waiting, other.cache, other._hooks = None, None, copy.deepcopy(self._hooks, memo)
         other._register()
         return other
 
@@ -148,7 +151,7 @@ class Reader:
                 cache.layers[index].batch = batch
         planner = Planner(self.pattern, self.scheme, self.function, decoder.dtype, states.device)
         (plan,) = planner.plan([batch], layer)
-        self.waiting = Reading(plan, is_cached=layer is not None)
+        self.waiting, self.cache = Reading(plan, is_cached=layer is not None), cache
         self.was_taken = False
         return (), kwargs
 
@@ -158,7 +161,7 @@ class Reader:
         Raises:
             RuntimeError: If the pass went by without the plan.
         """
-        was_taken, self.waiting, self.was_taken = self.was_taken, None, False
+        was_taken, self.waiting, self.was_taken, self.cache = self.was_taken, None, False, None
         if output is not None and not was_taken:
             raise RuntimeError(
                 f"{type(decoder).__name__} did not read in blocks: its attention implementation is now "
@@ -208,6 +211,9 @@ class Reader:
         self.was_taken = True
         if not self.keeps_full:
             return self.waiting
+        if self.cache is not None:  # transformers took the sizes of any layer without a window
+            length, offset = self.cache.get_mask_sizes(kwargs["q_length"], self.keeps_full[0])
+            kwargs |= {"kv_length": length, "kv_offset": offset}
         return replace(self.waiting, full=self._own_mask(*args, **kwargs))
 
     def _own_mask(self, *args: Any, **kwargs: Any) -> Any:
@@ -290,5 +296,7 @@ class ModelFunction(AttentionFunction):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply attention; see [`AttentionFunction`]."""
+        if mask is None and self.implementation == "eager":
+            mask = query.new_zeros(1, 1, 1, 1)  # some models' own functions add it whatever it is
         output, weights = self.of(module)(module, query, key, value, mask, is_causal=causal, **kwargs)
         return output.transpose(1, 2), weights
