@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import (
     Cache,
+    DummyLayer,
     DynamicCache,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
@@ -101,6 +102,8 @@ def adopt(cache: Any, patterns: Mapping[int, FullPattern], owner: str) -> Cache:
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}; pass a DynamicCache, or None to have one made."
         )
+    # A layer without a cache of its own attends to what another layer's cache returned.
+    patterns = {index: pattern for index, pattern in patterns.items() if not _is_dummy(cache, index)}
     origin = (("model", owner),)
     found = [cache.layers[index] if index < len(cache.layers) else None for index in patterns]
     if any(isinstance(layer, LexCacheLayer) for layer in found):
@@ -123,6 +126,10 @@ def adopt(cache: Any, patterns: Mapping[int, FullPattern], owner: str) -> Cache:
         else:
             cache.layers[index] = BlockCacheLayer(pattern, origin, room)
     return cache
+
+
+def _is_dummy(cache: Cache, index: int) -> bool:
+    return index < len(cache.layers) and isinstance(cache.layers[index], DummyLayer)
 
 
 def _check(layer: Any, index: int, pattern: FullPattern, origin: tuple[tuple[str, Any], ...]) -> None:

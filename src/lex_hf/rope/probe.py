@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import (
+    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -75,7 +76,8 @@ def examine(model: PreTrainedModel, function: Callable[..., Any]) -> Probe:
         if isinstance(attention_mask, _Mask):
             probe.modules.append(module)
             probe.is_causal &= attention_mask.is_causal
-            probe.windows[getattr(module, "layer_idx", -1)] = attention_mask.window
+            index = getattr(module, "layer_idx", None)
+            probe.windows[-1 if index is None else index] = attention_mask.window
             attention_mask = attention_mask.mask
         else:
             probe.unmasked.append(module)
@@ -169,8 +171,10 @@ def check_cache(model: PreTrainedModel, layers: Collection[int]) -> str | None:
     cache = DynamicCache(config=model.config.get_text_config())
     with torch.no_grad(), evaluating(model):
         model(input_ids=tokens(model, 4), use_cache=True, past_key_values=cache)
-    for index in layers:
-        layer: Any = cache.layers[index] if index < len(cache.layers) else None
-        if type(layer) not in _REPLACEABLE or not layer.is_initialized:
+    kept = {index: cache.layers[index] if index < len(cache.layers) else None for index in layers}
+    for index, layer in kept.items():
+        if type(layer) not in (*_REPLACEABLE, DummyLayer) or not layer.is_initialized:
             return f"layer {index} keeps its past in a {type(layer).__name__}"
+    if all(isinstance(layer, DummyLayer) for layer in kept.values()):
+        return f"layers {list(kept)} attend to what other layers keep"
     return None

@@ -27,7 +27,7 @@ from lex_hf.model.batch_lex import PACKED, Batch, Movable
 from lex_hf.model.functions_lex import AttentionFunction, eager_attention_forward
 from lex_hf.model.masking_lex import BlockwisePattern
 from lex_hf.model.positions_lex import PositionScheme
-from lex_hf.rope.block_cache import adopt
+from lex_hf.rope.block_cache import BlockCacheLayer, adopt
 
 
 @dataclass(frozen=True)
@@ -134,21 +134,22 @@ class Reader:
             states = kwargs["input_ids"].unsqueeze(-1)
         mask, positions = _given(kwargs.get("attention_mask")), kwargs.get("position_ids")
         cache, layer = self._cache(kwargs), None
+        blocks: list[BlockCacheLayer] = []
         if cache is not None:
-            layer = cache.layers[min(self.layers)]
+            blocks = [each for each in cache.layers if isinstance(each, BlockCacheLayer)]
+            layer = blocks[0]
         batch = Batch.of(states, mask, positions, layer)
         if batch.document is not None and cache is not None:
             if kwargs.get("past_key_values") is not None:
                 raise ValueError(PACKED)
-            cache, layer = None, None
+            cache, layer, blocks = None, None, []
             batch = Batch.of(states, mask, positions, None)
             kwargs["use_cache"] = False
         kwargs |= {"past_key_values": cache, "attention_mask": mask}
         if positions is None:  # by itself, a model counts padding
             kwargs["position_ids"] = batch.positions_by_column(states.device)
-        if cache is not None:
-            for index in self.layers:
-                cache.layers[index].batch = batch
+        for each in blocks:
+            each.batch = batch
         planner = Planner(self.pattern, self.scheme, self.function, decoder.dtype, states.device)
         (plan,) = planner.plan([batch], layer)
         self.waiting, self.cache = Reading(plan, is_cached=layer is not None), cache
