@@ -1,14 +1,20 @@
-"""A tiny model of every architecture that `AutoModelForCausalLM` knows."""
+"""A tiny model of every architecture that `AutoModelForCausalLM` knows, and which of them read in blocks.
 
-import functools
+`python -m helpers.architectures > ../docs/architectures.md`, in `tests`, writes the table of the documentation.
+"""
+
 import itertools
+import re
+import sys
 from typing import Any
 
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from helpers.rope_models import SIZES
+from helpers.rope_models import LENGTH, SIZES
+from lex_hf import blockwise
 
 LAYERS, WINDOW = 4, 5
 
@@ -85,7 +91,7 @@ _FIELDS: dict[str, Any] = {
     "decoder_layers": LAYERS,
     "decoder_attention_heads": 4,
     "decoder_ffn_dim": 48,
-    "encoder_layers": 1,
+    "encoder_layers": LAYERS,
     "encoder_ffn_dim": 48,
     "encoder_attention_heads": 4,
     "ffn_dim": 48,
@@ -101,13 +107,16 @@ _BY_KIND = {
 }
 _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
 _PART = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
+_NO_TABLES = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+_WHOLE = {"gemma4_assistant": {"text_config": _NO_TABLES}}  # which refuses its own defaults
+NOT_BUILT = {"gemma4_assistant": "transformers does not build it: all its layers share keys, and none makes any"}
 _MODELS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("axk1", "axk2", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v4"),
         _LATENT,
     ),
     **dict.fromkeys(("kimi_linear", "longcat_flash", "minicpm3", "youtu"), _LATENT),
-    **dict.fromkeys(("laguna", "mellum", "ministral"), _WINDOWS),
+    **dict.fromkeys(("gemma4_unified_text", "laguna", "mellum", "ministral"), _WINDOWS),
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {
         "encoder_hash_byte_group_vocab": 50,
@@ -144,7 +153,7 @@ _MODELS: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.0] * 4,
     },
-    "gemma4_assistant": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 4},
+    "gemma4_assistant": {**_WINDOWS, **_NO_TABLES, "num_kv_shared_layers": 4},
     "gemma4_text": {**_WINDOWS, "num_kv_shared_layers": 2},
     "gemma4_unified_assistant": {"num_kv_shared_layers": 2, **_WINDOWS},
     "git": {"vision_config": {**_VISION, "num_hidden_layers": 1}},
@@ -172,6 +181,7 @@ _MODELS: dict[str, dict[str, Any]] = {
     "roc_bert": {"pronunciation_vocab_size": 9, "shape_vocab_size": 9},
     "roformer": {"rotary_value": False},
     "xlnet": {"d_head": 8, "d_inner": 48},
+    "xlstm": {"num_heads": 4, "qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {**_HYBRID, "attention_hidden_size": 64, "attention_head_dim": 16},
     "zamba2": {**_HYBRID, "num_mem_blocks": 2},
@@ -195,10 +205,7 @@ def text_part(kind: str) -> str:
 
 def _defaults(kind: str) -> tuple[Any, Any]:
     """The configuration class's own values, of the whole model and of what reads text."""
-    try:
-        whole = AutoConfig.for_model(kind)
-    except ValueError:  # some have defaults that they refuse themselves
-        whole = AutoConfig.for_model(kind, text_config=_MODELS[kind])
+    whole = AutoConfig.for_model(kind, **_WHOLE.get(kind, {}))
     return whole, whole.get_text_config(decoder=True)
 
 
@@ -211,7 +218,6 @@ def _has(config: Any, name: str) -> bool:
         return True
 
 
-@functools.cache
 def tiny_config(kind: str) -> Any:
     """The configuration of a tiny model of this type."""
     whole, default = _defaults(kind)
@@ -220,10 +226,10 @@ def tiny_config(kind: str) -> Any:
     kinds = sorted(set(getattr(default, "layer_types", None) or ()))
     if kinds:
         fields["layer_types"] = list(itertools.islice(itertools.cycle(kinds), LAYERS))
-    for name in list(fields):
-        if isinstance(getattr(type(default), default.attribute_map.get(name, name), None), property):
-            del fields[name]
-    config = type(default)(**{**fields, **_MODELS.get(kind, {})})
+    # By the names that the class itself has for them, and those only that can be set.
+    own = {default.attribute_map.get(name, name): value for name, value in (fields | _MODELS.get(kind, {})).items()}
+    settable = {name: own[name] for name in own if not isinstance(getattr(type(default), name, None), property)}
+    config = type(default)(**settable)
     model = AutoModelForCausalLM._model_mapping[type(whole)]
     if isinstance(config, (type(whole), model.config_class)):
         return config
@@ -239,3 +245,56 @@ def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
         if parameter.dim() >= 2:
             torch.nn.init.normal_(parameter, std=0.2)
     return model.eval()
+
+
+def refusal(model: PreTrainedModel) -> str:
+    """Make a model blockwise, and return the reason if it is refused."""
+    try:
+        blockwise(model, LENGTH)
+    except ValueError as error:
+        _, _, reason = str(error).partition(" cannot be made blockwise: ")
+        assert reason, str(error)
+        reason = re.sub(r" differ by [\d.e+-]+", " differ", reason)  # rounding is another on other machines
+        return " ".join(reason.split()).rstrip(".")
+    return ""
+
+
+def row(kind: str, reason: str = "") -> str:
+    """A line of the table."""
+    if (part := text_part(kind)) != kind:
+        reason = f"its text part is `{part}`"
+    return f"| `{kind}` | {reason or 'exact'} |"
+
+
+_HEAD = """# Which architectures read in blocks
+
+`lex_hf.blockwise` takes any model of transformers whose layers attend through transformers' attention interface, and
+whose positions are rotary, or none; it tries the model, and refuses it with a sentence where that does not hold. This
+is what it does with every type of model that `AutoModelForCausalLM` of transformers {version} knows. *Exact* means: the
+logits of a tiny model are those of a dense mask of blocks in its own eager attention, to 2e-5, in one pass, in pieces
+and token by token with a cache, and in a batch with padding on the left; layers with windows, chunks or states keep
+them. `python -m helpers.architectures > ../docs/architectures.md` in `tests` writes this file, and
+`tests/rope/test_architectures.py` compares it and proves each *exact*.
+
+{exact} are exact, {parts} more are models whose text part is another of the list, and {refused} are refused.
+
+| type of model | result |
+| --- | --- |
+"""
+
+
+def main() -> None:
+    """Write the table."""
+    transformers.logging.set_verbosity_error()
+    kinds = architectures()
+    parts = [kind for kind in kinds if text_part(kind) != kind]
+    reasons = {kind: "" if kind in (*parts, *NOT_BUILT) else refusal(tiny_model(kind)) for kind in kinds}
+    reasons |= NOT_BUILT
+    refused = sum(map(bool, reasons.values()))
+    counts = {"exact": len(kinds) - len(parts) - refused, "parts": len(parts), "refused": refused}
+    sys.stdout.write(_HEAD.format(version=transformers.__version__, **counts))
+    sys.stdout.writelines(f"{row(kind, reasons[kind])}\n" for kind in kinds)
+
+
+if __name__ == "__main__":
+    main()

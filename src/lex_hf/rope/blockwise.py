@@ -1,6 +1,7 @@
 """Blockwise causal attention for a model of transformers with rotary positions: endless texts, constant memory."""
 
 import contextlib
+import inspect
 from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -76,6 +77,8 @@ def blockwise(
     full = [index for index, window in seen.windows.items() if window is None or window > length]
     chosen = _chosen_layers(model, full, layers)
     decoder = _decoder(model, seen.modules[0])
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:  # others may swallow them
+        raise ValueError(f"{type(model).__name__} {_REFUSAL}: it counts positions by itself, and takes none.")
     with _refused(model, "reading a few tokens with a DynamicCache failed"):
         problem = probe.check_cache(model, chosen)
     if problem is not None:

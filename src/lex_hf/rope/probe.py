@@ -33,8 +33,12 @@ class _Mask:
     """What a layer gets in the place of a mask: the mask, and for which layers it was made."""
 
     mask: Any
-    window: int | None
-    is_causal: bool
+    window: int | None = None
+    is_causal: bool = True
+
+    def __getitem__(self, index: Any) -> "_Mask":
+        """Keep all queries: some models drop those of which no logits are wanted, and here all are."""
+        return self
 
 
 @dataclass
@@ -151,15 +155,15 @@ def logits_of_blocks(
     def in_blocks(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return key // block >= query // block - 1
 
-    def mask(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def mask(*args: Any, **kwargs: Any) -> _Mask:
         own, window = masks(*args, **kwargs), kwargs.get("local_size")
         if window is not None and window <= bound:
-            return own, own
+            return _Mask((own, own))
         dense = {"mask_function": and_masks(causal_mask_function, in_blocks), "allow_is_causal_skip": False}
-        return own, masks(*args, **{**kwargs, **dense, "local_size": None})
+        return _Mask((own, masks(*args, **{**kwargs, **dense, "local_size": None})))
 
     def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-        chosen = attention_mask[module.layer_idx in layers]
+        chosen = attention_mask.mask[module.layer_idx in layers]
         return function(module)(module, query, key, value, chosen, **kwargs)
 
     with reading_as(model, mask, attend), torch.no_grad(), evaluating(model):

@@ -146,6 +146,8 @@ class Reader:
             batch = Batch.of(states, mask, positions, None)
             kwargs["use_cache"] = False
         kwargs |= {"past_key_values": cache, "attention_mask": mask}
+        if "logits_to_keep" in self.signature.parameters:
+            kwargs["logits_to_keep"] = None  # a number would let layers drop queries that are in the plan
         if positions is None:  # by itself, a model counts padding
             kwargs["position_ids"] = batch.positions_by_column(states.device)
         for each in blocks:

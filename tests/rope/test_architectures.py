@@ -1,0 +1,105 @@
+"""Every causal language model of transformers reads in blocks exactly, or is refused with the reason."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.architectures import NOT_BUILT, architectures, refusal, row, text_part, tiny_model
+from helpers.rope_models import LENGTH, VOCABULARY, dense_mask
+from transformers import PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
+
+BLOCK = LENGTH // 2
+TOKENS, PADDING = 27, 6  # tokens of the first row, and how many fewer the second has
+TOLERANCE = {"atol": 2e-5, "rtol": 0}
+TABLE = Path(__file__).parents[2] / "docs" / "architectures.md"
+
+
+def ids_of(tokens: int, seed: int) -> torch.Tensor:
+    return torch.randint(1, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(seed))
+
+
+def logits_of_dense_masks(model: PreTrainedModel, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
+    """Logits of a model as it is, eager attention and all: of its masks, those that show everything show two blocks.
+
+    Layers with another mask, as a sliding window, keep theirs.
+    """
+    full, blocks = (dense_mask(ids.shape[1], block) == 0 for block in (ids.shape[1], BLOCK))
+    kinds = set()
+
+    def mask(*args: object, **kwargs: object) -> torch.Tensor:
+        own = eager_mask(*args, **kwargs)
+        is_full = torch.equal(own == 0, full)
+        kinds.add(is_full)
+        return own.masked_fill(~blocks, torch.finfo(own.dtype).min) if is_full else own
+
+    with monkeypatch.context() as patch, torch.no_grad():
+        patch.setitem(ALL_MASK_ATTENTION_FUNCTIONS._global_mapping, "eager", mask)
+        logits = model(ids, use_cache=False).logits
+    assert True in kinds
+    if kinds == {True} and not has_states(model):  # then one mask for all layers is as good, and nothing is replaced
+        added = dense_mask(ids.shape[1], BLOCK)
+        with torch.no_grad():
+            torch.testing.assert_close(model(ids, attention_mask=added, use_cache=False).logits, logits, **TOLERANCE)
+    return logits
+
+
+def has_states(model: PreTrainedModel) -> bool:
+    """Whether some layers are recurrent or convolutions: these need a mask of their own."""
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return not set(kinds) <= {"full_attention", "sliding_attention"}
+
+
+def read(model: PreTrainedModel, ids: torch.Tensor, pieces: list[int], mask: torch.Tensor) -> torch.Tensor:
+    """Logits of a text that is read in pieces, with a cache."""
+    cache, logits, end = None, [], 0
+    for piece in ids.split(pieces, dim=1):
+        end += piece.shape[1]
+        output = model(piece, attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits.append(output.logits)
+    return torch.cat(logits, dim=1)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in architectures() if text_part(kind) == kind and kind not in NOT_BUILT])
+def test_logits_are_those_of_dense_masks(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, texts = tiny_model(kind), [ids_of(TOKENS, 0), ids_of(TOKENS - PADDING, 1)]
+    plain = tiny_model(kind)
+    reason = refusal(model)
+    assert row(kind, reason) in TABLE.read_text().splitlines()
+    if reason:
+        assert model.config.get_text_config(decoder=True)._attn_implementation == "eager"
+        assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+        return
+    long, short = (logits_of_dense_masks(plain, ids, monkeypatch) for ids in texts)
+    ones = torch.ones_like(texts[0])
+    rows = torch.cat((texts[0], torch.nn.functional.pad(texts[1], (PADDING, 0))))
+    mask = torch.cat((ones, ones)).index_fill(1, torch.arange(PADDING), 0)
+    mask[0] = 1
+    with torch.no_grad():
+        assert not torch.allclose(plain(texts[0], use_cache=False).logits, long, **TOLERANCE)
+        torch.testing.assert_close(model(texts[0], use_cache=False).logits, long, **TOLERANCE)
+        torch.testing.assert_close(read(model, texts[0], [TOKENS], ones), long, **TOLERANCE)
+        torch.testing.assert_close(read(model, texts[0], [9, 2, 7, 1, 8], ones), long, **TOLERANCE)
+        begin = texts[0][:, : 3 * BLOCK + 2]
+        torch.testing.assert_close(
+            read(model, begin, [1] * begin.shape[1], ones), long[:, : begin.shape[1]], **TOLERANCE
+        )
+        padded = [model(rows, attention_mask=mask, use_cache=False).logits, read(model, rows, [18, 1, 8], mask)]
+    for logits in padded:
+        torch.testing.assert_close(logits[:1], long, **TOLERANCE)
+        torch.testing.assert_close(logits[1:, PADDING:], short, **TOLERANCE)
+
+
+def test_the_table_has_every_architecture() -> None:
+    found = [line for line in TABLE.read_text().splitlines() if line.startswith("| `")]
+    assert [line.split("`")[1] for line in found] == architectures()
+    assert sum("| exact |" in line for line in found) >= 60
+    parts = [kind for kind in architectures() if text_part(kind) != kind]
+    assert {*map(row, parts), *map(row, *zip(*NOT_BUILT.items(), strict=True))} < set(found)
+
+
+@pytest.mark.parametrize("kind", NOT_BUILT)
+def test_transformers_does_not_build_it(kind: str) -> None:
+    with pytest.raises(ValueError, match="layer types producing a cache"):
+        tiny_model(kind)
