@@ -16,7 +16,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from helpers.rope_models import LENGTH, SIZES
 from lex_hf import blockwise
 
-LAYERS, WINDOW = 4, 5
+LAYERS, WINDOW = 3, 5
 
 # By name of a field, for all configurations that have it; others keep their own values.
 _FIELDS: dict[str, Any] = {
@@ -98,9 +98,10 @@ _FIELDS: dict[str, Any] = {
     "is_decoder": True,
 }
 _LATENT = {"num_key_value_heads": 4}  # keys of latent attention are those of all heads
-_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
-_STATES = {"layer_types": ["linear_attention", "full_attention"] * 2}
-_HYBRID = {"layers_block_type": ["linear_attention", "hybrid"] * 2}
+_WINDOWS = {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_STATES = {"num_hidden_layers": 4, "layer_types": ["linear_attention", "full_attention"] * 2}
+_CONVOLUTIONS = {"layer_types": ["full_attention", "conv", "full_attention"]}
+_HYBRID = {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2}
 _BY_KIND = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
     "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -109,13 +110,16 @@ _VISION = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2,
 _PART = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
 _NO_TABLES = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
 _WHOLE = {"gemma4_assistant": {"text_config": _NO_TABLES}}  # which refuses its own defaults
+# Where a weight's usual 0.2 lets rounding grow: also without blocks, pieces then differ by more than the tolerance.
+_STD = dict.fromkeys(("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"), 0.1)
+_STD |= dict.fromkeys(("gemma4_text", "gemma4_unified_text"), 0.05)
 NOT_BUILT = {"gemma4_assistant": "transformers does not build it: all its layers share keys, and none makes any"}
 _MODELS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("axk1", "axk2", "bailing_hybrid", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "hy_v4"),
         _LATENT,
     ),
-    **dict.fromkeys(("kimi_linear", "longcat_flash", "minicpm3", "youtu"), _LATENT),
+    **dict.fromkeys(("kimi_linear", "minicpm3", "youtu"), _LATENT),
     **dict.fromkeys(("gemma4_unified_text", "laguna", "mellum", "ministral"), _WINDOWS),
     "bamba": {"attn_layer_indices": [1, 3]},
     "blt": {
@@ -149,7 +153,7 @@ _MODELS: dict[str, dict[str, Any]] = {
         "rope_parameters": _BY_KIND,
     },
     "gemma3n_text": {
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        **_WINDOWS,
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.0] * 4,
     },
@@ -157,14 +161,15 @@ _MODELS: dict[str, dict[str, Any]] = {
     "gemma4_text": {**_WINDOWS, "num_kv_shared_layers": 2},
     "gemma4_unified_assistant": {"num_kv_shared_layers": 2, **_WINDOWS},
     "git": {"vision_config": {**_VISION, "num_hidden_layers": 1}},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "gpt_neo": {"attention_types": [[["global", "local", "global"], 1]]},
     "granitemoehybrid": _STATES,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "lfm2": _CONVOLUTIONS,
+    "lfm2_moe": _CONVOLUTIONS,
+    "longcat_flash": {**_LATENT, "num_layers": 2, "num_hidden_layers": 4},
     "mamba2": {"num_heads": 8, "n_groups": 2},
     "mistral": {"sliding_window": None},
-    "nemotron_h": {"layer_types": ["linear_attention", "full_attention", "moe", "full_attention"], "n_groups": 2},
+    "nemotron_h": {"layer_types": ["linear_attention", "full_attention", "moe"], "n_groups": 2},
     "phi4_multimodal": {
         "audio_config": {"hidden_size": 16, "intermediate_size": 16, "num_blocks": 1, "nemo_conv_channels": 16}
         | {"num_attention_heads": 2, "ext_pw_out_channel": 16, "depthwise_separable_out_channel": 16},
@@ -243,7 +248,7 @@ def tiny_model(kind: str, seed: int = 0) -> PreTrainedModel:
     model = model._from_config(tiny_config(kind), attn_implementation="eager")
     for parameter in model.parameters():
         if parameter.dim() >= 2:
-            torch.nn.init.normal_(parameter, std=0.2)
+            torch.nn.init.normal_(parameter, std=_STD.get(kind, 0.2))
     return model.eval()
 
 
@@ -253,7 +258,8 @@ def refusal(model: PreTrainedModel) -> str:
         blockwise(model, LENGTH)
     except ValueError as error:
         _, _, reason = str(error).partition(" cannot be made blockwise: ")
-        assert reason, str(error)
+        if not reason:
+            raise
         reason = re.sub(r" differ by [\d.e+-]+", " differ", reason)  # rounding is another on other machines
         return " ".join(reason.split()).rstrip(".")
     return ""
@@ -266,17 +272,22 @@ def row(kind: str, reason: str = "") -> str:
     return f"| `{kind}` | {reason or 'exact'} |"
 
 
+def counted(exact: int, parts: int, refused: int) -> str:
+    """The line of the numbers of architectures."""
+    return f"{exact} are exact, {parts} are models whose text part is another of the list, and {refused} are refused."
+
+
 _HEAD = """# Which architectures read in blocks
 
 `lex_hf.blockwise` takes any model of transformers whose layers attend through transformers' attention interface, and
 whose positions are rotary, or none; it tries the model, and refuses it with a sentence where that does not hold. This
-is what it does with every type of model that `AutoModelForCausalLM` of transformers {version} knows. *Exact* means: the
-logits of a tiny model are those of a dense mask of blocks in its own eager attention, to 2e-5, in one pass, in pieces
-and token by token with a cache, and in a batch with padding on the left; layers with windows, chunks or states keep
-them. `python -m helpers.architectures > ../docs/architectures.md` in `tests` writes this file, and
+is what it does with every type of model that `AutoModelForCausalLM` of transformers {version} knows. *Exact* means:
+the logits of a tiny model are those of a dense mask of blocks in its own eager attention, to 2e-5, in one pass, in
+pieces and token by token with a cache, and in a batch with padding on the left; layers with windows, chunks or states
+keep them. `python -m helpers.architectures > ../docs/architectures.md` in `tests` writes this file, and
 `tests/rope/test_architectures.py` compares it and proves each *exact*.
 
-{exact} are exact, {parts} more are models whose text part is another of the list, and {refused} are refused.
+{counts}
 
 | type of model | result |
 | --- | --- |
@@ -291,8 +302,8 @@ def main() -> None:
     reasons = {kind: "" if kind in (*parts, *NOT_BUILT) else refusal(tiny_model(kind)) for kind in kinds}
     reasons |= NOT_BUILT
     refused = sum(map(bool, reasons.values()))
-    counts = {"exact": len(kinds) - len(parts) - refused, "parts": len(parts), "refused": refused}
-    sys.stdout.write(_HEAD.format(version=transformers.__version__, **counts))
+    counts = counted(len(kinds) - len(parts) - refused, len(parts), refused)
+    sys.stdout.write(_HEAD.format(version=transformers.__version__, counts=counts))
     sys.stdout.writelines(f"{row(kind, reasons[kind])}\n" for kind in kinds)
 
 

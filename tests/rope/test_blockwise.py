@@ -161,10 +161,11 @@ def test_layers_with_a_window_keep_it(kind: str) -> None:
     assert len({type(layer) for layer in cache.layers}) == 2
 
 
-def test_some_layers_may_keep_full_attention() -> None:
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_some_layers_may_keep_full_attention(chosen: int) -> None:
     model, ids = rope_model(), ids_of(2, 22)
     blocks, full = dense_mask(22, BLOCK), dense_mask(22, 22)
-    by_layer = [full, blocks, full]
+    by_layer = [blocks if index == chosen else full for index in range(3)]
     handles = [
         layer.self_attn.register_forward_pre_hook(
             lambda module, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask.expand(2, -1, -1, -1)}),
@@ -176,7 +177,7 @@ def test_some_layers_may_keep_full_attention() -> None:
         expected = model(ids, use_cache=False).logits
         for handle in handles:
             handle.remove()
-        blockwise(model, layers=[1])
+        blockwise(model, layers=[chosen])
         torch.testing.assert_close(model(ids, use_cache=False).logits, expected, **TOLERANCE)
     torch.testing.assert_close(read(model, ids, [7, 1, 1, 13])[0], expected, **TOLERANCE)
 

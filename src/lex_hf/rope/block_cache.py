@@ -50,13 +50,15 @@ class BlockCacheLayer(LexCacheLayer):
         return super().update(batch.align(key_states), batch.align(value_states), batch, None)
 
 
-class HybridBlockCacheLayer(LinearAttentionLayer, BlockCacheLayer):
+class HybridBlockCacheLayer(BlockCacheLayer, LinearAttentionLayer):
     """Two blocks, and the states of convolutions and recurrences of a layer that has both.
 
     Args:
         number_of_states: How many states of each kind the layer has.
         args: As [`BlockCacheLayer`].
     """
+
+    supports_early_init = False  # of the states, nothing is known before the first pass
 
     def __init__(self, number_of_states: int, *args: Any) -> None:
         BlockCacheLayer.__init__(self, *args)
@@ -66,12 +68,13 @@ class HybridBlockCacheLayer(LinearAttentionLayer, BlockCacheLayer):
         """Allocate the storage of keys and values, which come by place, or of states, which come by name."""
         (BlockCacheLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
 
-    def activate_past_recording(self) -> None:
-        """Remember what is read from now on."""
-        BlockCacheLayer.activate_past_recording(self)
+    @property
+    def is_croppable(self) -> bool:
+        """True if there are no recurrences, of which nothing can be taken back."""
+        return LinearAttentionLayer.is_croppable.fget(self)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the last tokens of every row; of recurrences nothing can be taken back."""
+        """Take back the last tokens of every row."""
         LinearAttentionLayer.crop(self, tokens_to_remove)
         BlockCacheLayer.crop(self, tokens_to_remove)
 

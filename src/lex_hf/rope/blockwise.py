@@ -203,7 +203,8 @@ def _check_attention(model: PreTrainedModel, seen: probe.Probe) -> None:
     name = type(model).__name__
     if not seen.modules and not seen.unmasked:
         raise ValueError(
-            f"{name} cannot be made blockwise: it does not leave masks and attention to transformers' attention interface."
+            f"{name} cannot be made blockwise: it does not leave masks and attention to transformers' attention "
+            "interface."
         )
     if seen.unmasked or not seen.is_causal:
         what = type((seen.unmasked or seen.modules)[0]).__name__

@@ -175,7 +175,7 @@ def check_cache(model: PreTrainedModel, layers: Collection[int]) -> str | None:
     cache = DynamicCache(config=model.config.get_text_config())
     with torch.no_grad(), evaluating(model):
         model(input_ids=tokens(model, 4), use_cache=True, past_key_values=cache)
-    kept = {index: cache.layers[index] if index < len(cache.layers) else None for index in layers}
+    kept: dict[int, Any] = {index: cache.layers[index] if index < len(cache.layers) else None for index in layers}
     for index, layer in kept.items():
         if type(layer) not in (*_REPLACEABLE, DummyLayer) or not layer.is_initialized:
             return f"layer {index} keeps its past in a {type(layer).__name__}"
