@@ -300,11 +300,9 @@ class TestErrors:
             blockwise(model)
         assert torch.equal(model(ids).logits, before)
 
-    def test_layers_and_sinks(self) -> None:
+    def test_layers(self) -> None:
         with pytest.raises(ValueError, match=r"layers = \[1, 7\]: those with full attention are \[0, 1, 2\]"):
             blockwise(rope_model(), layers=[1, 7])
-        with pytest.raises(ValueError, match="sinks"):
-            blockwise(rope_model(), sinks=LENGTH)
         with pytest.raises(ValueError, match="is blockwise already"):
             blockwise(blockwise(rope_model()))
 

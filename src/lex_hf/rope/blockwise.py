@@ -23,13 +23,7 @@ _SHIFTED_TOKENS, _SHIFT = 4, 3
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
 
-def blockwise(
-    model: _Model,
-    training_length: int | None = None,
-    *,
-    sinks: int = 0,
-    layers: Collection[int] | None = None,
-) -> _Model:
+def blockwise(model: _Model, training_length: int | None = None, *, layers: Collection[int] | None = None) -> _Model:
     """Let a model read and write texts of any length, in constant memory, without training.
 
     Every layer with full attention attends in blocks of half the training length: a query sees the keys of its own
@@ -45,7 +39,6 @@ def blockwise(
             attention interface, and its positions are rotary, or none.
         training_length: Number of tokens that it was trained to read, even; by default what its configuration says:
             `original_max_position_embeddings` where positions were stretched, else `max_position_embeddings`.
-        sinks: Number of first tokens of a text that stay visible (StreamingLLM); 0 is the only one so far.
         layers: Indices of the layers that read in blocks, of those with full attention; all of them by default. Others
             keep full attention, and memory grows with them.
 
@@ -64,13 +57,11 @@ def blockwise(
     _check_kind(model)
     config = model.config.get_text_config()
     length = _training_length(config, training_length)
-    if sinks:
-        raise ValueError(f"sinks = {sinks}: 0 is the only number that is implemented.")
     function = ModelFunction(config._attn_implementation)
-    _check_positions(model)
     with _refused(model, "reading a few tokens through transformers' attention interface failed"):
         seen = probe.examine(model, function.of)
     _check_attention(model, seen)
+    _check_positions(model)
     full = [index for index, window in seen.windows.items() if window is None or window > length]
     chosen = _chosen_layers(model, full, layers)
     decoder = _decoder(model, seen.modules[0])
@@ -113,6 +104,25 @@ def restore(model: _Model) -> _Model:
     del model._prepare_cache_for_generation
     delattr(decoder, _ATTRIBUTE)
     return model
+
+
+@contextlib.contextmanager
+def attending_with(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Let a model, in blocks or not, attend with another of transformers' attention functions for a while."""
+    reader = reader_of(model)
+    before = model.config._attn_implementation if reader is None else reader.implementation
+    change = model.set_attn_implementation if reader is None else reader.attend_with
+    try:
+        change(implementation)
+        yield
+    finally:
+        change(before)
+
+
+def reader_of(model: nn.Module) -> Reader | None:
+    """Return what lets a model read in blocks; `None` if it was not made blockwise."""
+    decoder = _find(model)
+    return None if decoder is None else getattr(decoder, _ATTRIBUTE)[0]
 
 
 def _find(model: nn.Module) -> Any:
@@ -163,12 +173,18 @@ def _check_positions(model: PreTrainedModel) -> None:
                 f"{type(model).__name__} cannot be made blockwise: it does not take position_ids, or has a table of "
                 f"positions ({plain(error)}); its positions must be rotary, or none."
             ) from error
-    tolerance = torch.finfo(near.dtype).eps ** 0.5 * float(near.abs().max())
+    # Without angles, positions have no effect at all, or one that half precision may hide.
+    tolerance = _rounding(near) if modules_with_angles(model) else 0.0
     if not float((near - far).abs().max()) <= tolerance:
         raise ValueError(
             f"{type(model).__name__} cannot be made blockwise: it knows at which position a text begins; its "
             "positions must be rotary, or none."
         )
+
+
+def _rounding(logits: torch.Tensor) -> float:
+    """Return the difference up to which two ways to compute logits count as the same; models have float32 angles."""
+    return max(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32)) ** 0.5 * float(logits.abs().max())
 
 
 def _training_length(config: Any, given: int | None) -> int:
@@ -262,7 +278,7 @@ def _try(
     finally:
         config._attn_implementation_internal = implementation
         reader.remove()
-    tolerance = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())
+    tolerance = _rounding(expected)
     for what, found in (("in one pass", whole), ("with its cache", torch.cat(pieces, dim=1))):
         difference = float((found - expected).abs().max())
         if not difference <= tolerance:

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lex_hf.model.attention_lex import Fold, Planner, Step
 from lex_hf.model.batch_lex import PACKED, Batch, Movable
 from lex_hf.model.functions_lex import AttentionFunction, eager_attention_forward
-from lex_hf.model.masking_lex import BlockwisePattern
+from lex_hf.model.masking_lex import BlockwisePattern, FullPattern, SlidingPattern
 from lex_hf.model.positions_lex import PositionScheme
 from lex_hf.rope.block_cache import adopt
 
@@ -56,6 +56,11 @@ def new_name() -> str:
 class Reader:
     """The attention implementation of one model.
 
+    Attributes:
+        pattern: The attention pattern of layers that read in blocks.
+        patterns: That of each layer that attends.
+        bound: Training length in tokens, and the longest window of a layer that keeps its own attention.
+
     Args:
         decoder: The module whose forward pass makes masks and calls the layers.
         block: Length of a block in tokens.
@@ -74,20 +79,29 @@ class Reader:
         bound: int,
         implementation: str,
     ) -> None:
-        self.name, self.implementation, self.bound = new_name(), implementation, bound
+        self.name, self.bound = new_name(), bound
         self.pattern = BlockwisePattern(block)
         self.layers = frozenset(layers)
         self.is_all = self.layers == set(windows)
+        self.patterns = [
+            self.pattern if index in layers else FullPattern() if window is None else SlidingPattern(window)
+            for index, window in sorted(windows.items())
+        ]
         self.keeps_full = any(
             window is None or window > bound for index, window in windows.items() if index not in layers
         )
         self.config: Any = decoder.config
         self.scheme = PositionScheme(self.config)
         self.signature = inspect.signature(decoder.forward)
-        self.function = ModelFunction(implementation)
+        self.attend_with(implementation)
         self.waiting: Reading | None = None
         self.was_taken = False
         self._hooks: list[Any] = []
+
+    def attend_with(self, implementation: str) -> None:
+        """Take another of transformers' attention functions."""
+        self.implementation = implementation
+        self.function = ModelFunction(implementation)
 
     def install(self, decoder: PreTrainedModel) -> None:
         """Register the functions and the hooks."""
@@ -100,6 +114,11 @@ class Reader:
     def _register(self) -> None:
         AttentionInterface.register(self.name, self.attend)
         AttentionMaskInterface.register(self.name, self.mask)
+
+    @property
+    def key_fields(self) -> tuple[tuple[str, Any], ...]:
+        """Names and values of the fields of the configuration that decide how cached keys are rotated."""
+        return (("rope_parameters", getattr(self.config, "rope_parameters", None)), ("training_length", self.bound))
 
     def remove(self) -> None:
         """Undo [`Reader.install`]."""
@@ -172,7 +191,12 @@ class Reader:
             use_cache = getattr(self.config, "use_cache", False)
         if cache is None and not use_cache:
             return None
-        return self._adopted(DynamicCache(config=self.config) if cache is None else cache)
+        return self.new_cache() if cache is None else self._adopted(cache)
+
+    def new_cache(self, max_cache_len: int | None = None) -> Cache:
+        """Make an empty cache; with room for so many tokens, all memory is allocated once."""
+        plain = DynamicCache(config=self.config) if max_cache_len is None else StaticCache(self.config, max_cache_len)
+        return self._adopted(plain)
 
     def _adopted(self, cache: Any) -> Cache:
         return adopt(cache, dict.fromkeys(sorted(self.layers), self.pattern), self.name)
