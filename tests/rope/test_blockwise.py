@@ -1,6 +1,7 @@
 """Blockwise attention for other models: logits of a dense mask of blocks in the model's own attention."""
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,17 @@ import torch
 from helpers.rope_models import LENGTH, VOCABULARY, dense_mask, rope_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaModel, PreTrainedModel, T5Config, T5Model
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaModel,
+    PreTrainedModel,
+    StaticCache,
+    T5Config,
+    T5Model,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lex_hf import LexConfig, LexForCausalLM, blockwise, restore
 
@@ -77,6 +88,22 @@ def test_pieces_and_padding_change_nothing(kind: str, pieces: list[int], padded:
     for found in (whole, read(model, ids, pieces, mask)[0]):
         for row, seen, expected in zip(found, mask, alone, strict=True):
             torch.testing.assert_close(row[seen == 1], expected, **TOLERANCE)
+
+
+def test_attention_weights_are_those_of_a_dense_mask() -> None:
+    model, ids = rope_model(), ids_of(2, 3 * BLOCK + 2)
+    mask = dense_mask(ids.shape[1], BLOCK).expand(2, -1, -1, -1)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False, output_attentions=True).attentions
+        blockwise(model)
+        found = model(ids, use_cache=False, output_attentions=True).attentions
+        assert model(ids, use_cache=False).attentions is None
+        padded = torch.cat((torch.zeros_like(ids[:, :3]), ids), dim=1)
+        columns = (torch.arange(padded.shape[1]) >= 3).long().expand(2, -1)
+        left = model(padded, attention_mask=columns, use_cache=False, output_attentions=True).attentions
+    for one, other, third in zip(found, expected, left, strict=True):
+        torch.testing.assert_close(one, other, **TOLERANCE)
+        torch.testing.assert_close(third[:, :, 3:, 3:], other, **TOLERANCE)
 
 
 def test_packed_rows_know_their_own_document_only() -> None:
@@ -338,3 +365,42 @@ def test_a_loaded_model_in_half_precision(tmp_path: Path) -> None:
     assert found.dtype == torch.bfloat16
     error = (found.float() - expected).abs().max() / expected.abs().max()
     assert error < 0.1
+
+
+class TestCompile:
+    def test_one_graph_serves_every_step(self) -> None:
+        model, ids = blockwise(rope_model("llama", "sdpa")), ids_of(2, 11)
+        mask = torch.ones_like(ids)
+        mask[0, :4] = 0
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=21, do_sample=False)[:, 11:]
+        counter = CompileCounterWithBackend("eager")
+        step = torch.compile(model, backend=counter, fullgraph=True)
+        with torch.no_grad():
+            cache = StaticCache(model.config, max_cache_len=64)
+            output = model(ids, attention_mask=mask, past_key_values=cache)
+            tokens = [output.logits[:, -1:].argmax(dim=-1)]
+            for _ in range(20):
+                output = step(tokens[-1], past_key_values=output.past_key_values)
+                tokens.append(output.logits[:, -1:].argmax(dim=-1))
+        assert torch.equal(torch.cat(tokens, dim=1), expected)
+        assert counter.frame_count == 1
+
+    def test_a_training_step_has_no_graph_break(self) -> None:
+        model, ids = blockwise(rope_model("gpt_neox", "sdpa")).train(), ids_of(2, 27)
+        expected = model(ids, labels=ids, use_cache=False).loss
+        counter = CompileCounterWithBackend("aot_eager")
+        loss = torch.compile(model, backend=counter, fullgraph=True)(ids, labels=ids, use_cache=False).loss
+        torch.testing.assert_close(loss, expected, **TOLERANCE)
+        loss.backward()
+        assert counter.frame_count == 1
+
+
+def test_a_model_that_is_deleted_leaves_nothing_behind() -> None:
+    gc.collect()  # of other tests
+    before = set(ALL_ATTENTION_FUNCTIONS.valid_keys())
+    model = blockwise(rope_model())
+    model(ids_of(1, 9))
+    assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) != before
+    del model
+    gc.collect()
+    assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) == before

@@ -100,8 +100,9 @@ def restore(model: _Model) -> _Model:
     reader, angles = getattr(decoder, _ATTRIBUTE)
     for each in (reader, *angles):
         each.remove()
-    model.config.get_text_config()._attn_implementation_internal = reader.implementation
-    del model._prepare_cache_for_generation
+    decoder.config._attn_implementation_internal = reader.implementation
+    for module in model.modules():  # the model itself, or one that it wraps
+        vars(module).pop("_prepare_cache_for_generation", None)
     delattr(decoder, _ATTRIBUTE)
     return model
 
@@ -189,8 +190,10 @@ def _rounding(logits: torch.Tensor) -> float:
 
 def _training_length(config: Any, given: int | None) -> int:
     """Return the training length in tokens."""
-    stretched = (getattr(config, "rope_parameters", None) or {}).get("original_max_position_embeddings")
-    known = stretched or getattr(config, "original_max_position_embeddings", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    of_layers = [each for each in parameters.values() if isinstance(each, dict)]  # of each kind of layer its own
+    stretched = [each.get("original_max_position_embeddings") for each in (parameters, *of_layers)]
+    known = next(filter(None, stretched), None) or getattr(config, "original_max_position_embeddings", None)
     known = known or getattr(config, "max_position_embeddings", None)
     length = known if given is None else given
     if length is None:

@@ -10,6 +10,7 @@ import copy
 import inspect
 import itertools
 import sys
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,6 +26,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from lex_hf.model.attention_lex import Fold, Planner, Step
 from lex_hf.model.batch_lex import PACKED, Batch, Movable
 from lex_hf.model.functions_lex import AttentionFunction, eager_attention_forward
+from lex_hf.model.layers_lex import by_column
 from lex_hf.model.masking_lex import BlockwisePattern, FullPattern, SlidingPattern
 from lex_hf.model.positions_lex import PositionScheme
 from lex_hf.rope.block_cache import adopt
@@ -37,11 +39,13 @@ class Reading(Movable):
     Attributes:
         plan: The plan of this forward pass.
         is_cached: Whether keys and values come from the cache, which has put the tokens of each row first.
+        returns_weights: Whether attention weights are requested; they take queries × keys of memory.
         full: The mask of layers that keep full attention, as their own attention function takes it.
     """
 
     plan: Fold | Step
     is_cached: bool
+    returns_weights: bool = False
     full: torch.Tensor | None = None
 
 
@@ -51,6 +55,11 @@ _NUMBERS = itertools.count()
 def new_name() -> str:
     """Return a name for the attention implementation of one model."""
     return f"lex_hf_blockwise_{next(_NUMBERS)}"
+
+
+def _forget(name: str) -> None:
+    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        registry._global_mapping.pop(name, None)
 
 
 class Reader:
@@ -106,6 +115,7 @@ class Reader:
     def install(self, decoder: PreTrainedModel) -> None:
         """Register the functions and the hooks."""
         self._register()
+        weakref.finalize(decoder, _forget, self.name)  # a model may be deleted without being restored
         self._hooks = [
             decoder.register_forward_pre_hook(self.begin, with_kwargs=True),
             decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True),
@@ -124,8 +134,7 @@ class Reader:
         """Undo [`Reader.install`]."""
         for hook in self._hooks:
             hook.remove()
-        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-            registry._global_mapping.pop(self.name, None)
+        _forget(self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Reader":
         """Copy for a copy of the model, whose functions are registered under another name."""
@@ -167,7 +176,10 @@ class Reader:
                 cache.layers[index].batch = batch
         planner = Planner(self.pattern, self.scheme, self.function, decoder.dtype, states.device)
         (plan,) = planner.plan([batch], layer)
-        self.waiting = Reading(plan, is_cached=layer is not None)
+        wants_weights = kwargs.get("output_attentions")
+        if wants_weights is None:
+            wants_weights = self.config.output_attentions
+        self.waiting = Reading(plan, is_cached=layer is not None, returns_weights=bool(wants_weights))
         self.was_taken = False
         return (), kwargs
 
@@ -266,8 +278,11 @@ class Reader:
         kwargs.pop("sliding_window", None)
         kwargs.pop("is_causal", None)
         function = partial(self.function, module, **kwargs)
-        output, _ = plan.attend(function, query, key, value, dense=False, scaling=scaling, dropout=dropout)
-        return rows.restore(output).transpose(1, 2).contiguous(), None
+        dense = attention_mask.returns_weights
+        output, weights = plan.attend(function, query, key, value, dense=dense, scaling=scaling, dropout=dropout)
+        if weights is not None:
+            weights, _ = by_column(rows.restore(weights), value, plan.key_order(value.shape[2]))
+        return rows.restore(output).transpose(1, 2).contiguous(), weights
 
 
 def _given(mask: Any) -> torch.Tensor | None:
