@@ -56,6 +56,7 @@ def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    blockwise: Blockwise = None,
 ) -> None:
     """Serve a model over HTTP, for `transformers chat` and OpenAI's clients; Ctrl-C ends it.
 
@@ -65,7 +66,7 @@ def serve(
     from lex_hf.inference import serve as server
 
     with session():
-        server.serve(model, host=host, port=port, options=context.args)
+        server.serve(model, host=host, port=port, blockwise=options.blocks(blockwise), options=context.args)
 
 
 def _standard_input() -> str:

@@ -33,9 +33,20 @@ def loading(device: str | None, dtype: str | None, trust_remote_code: bool, bloc
         ValueError: If `--blockwise` is neither 'auto' nor a number.
     """
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    if blockwise not in (None, "auto") and not blockwise.isdecimal():
-        raise ValueError(f"--blockwise {blockwise}: it must be 'auto' or a number of tokens, e.g. 2048.")
-    return options | {"blockwise": blockwise if blockwise in (None, "auto") else int(blockwise)}
+    return options | {"blockwise": blocks(blockwise)}
+
+
+def blocks(text: str | None) -> Any:
+    """Read the training length of `--blockwise`, or auto; `None` if it is not given.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if text is None or text == "auto":
+        return text
+    if not text.isdecimal():
+        raise ValueError(f"--blockwise {text}: it must be 'auto' or a number of tokens, e.g. 2048.")
+    return int(text)
 
 
 Model = Annotated[str, typer.Argument(help="Folder or Hub id of a model with its tokenizer.")]
