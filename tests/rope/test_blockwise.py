@@ -237,6 +237,15 @@ def test_generation_with_and_without_cache(kind: str, mode: dict[str, Any]) -> N
     assert torch.equal(*tokens)
 
 
+def test_an_assistant_in_blocks_takes_its_guesses_back() -> None:
+    model, assistant = blockwise(rope_model()), blockwise(rope_model(num_hidden_layers=1))
+    prompt = ids_of(1, 11)
+    expected = model.generate(prompt, max_new_tokens=60, do_sample=False, use_cache=False)
+    assistant.generation_config.num_assistant_tokens = 6
+    found = model.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=assistant)
+    assert torch.equal(found, expected)
+
+
 def test_greedy_tokens_over_many_blocks_and_a_cache_of_constant_size() -> None:
     model, prompt = blockwise(rope_model()), ids_of(1, 5)
     output = model.generate(prompt, max_new_tokens=30 * BLOCK, do_sample=False, return_dict_in_generate=True)
@@ -326,6 +335,17 @@ class TestErrors:
         with pytest.raises(ValueError, match=why):
             blockwise(model)
         assert torch.equal(model(ids).logits, before)
+
+    def test_a_model_that_does_more_than_attend(self) -> None:
+        model, ids = rope_model(), ids_of(1, 6)
+        model.model.layers[0].mlp.register_forward_hook(
+            lambda module, args, output: output + output.mean(dim=1)[:, None]
+        )
+        before = model(ids).logits
+        with pytest.raises(ValueError, match="its logits with its cache differ by"):
+            blockwise(model)
+        assert torch.equal(model(ids).logits, before)
+        assert "lex_hf" not in model.config._attn_implementation
 
     def test_layers(self) -> None:
         with pytest.raises(ValueError, match=r"layers = \[1, 7\]: those with full attention are \[0, 1, 2\]"):
