@@ -241,7 +241,12 @@ def test_an_assistant_in_blocks_takes_its_guesses_back() -> None:
     model, assistant = blockwise(rope_model()), blockwise(rope_model(num_hidden_layers=1))
     prompt = ids_of(1, 11)
     expected = model.generate(prompt, max_new_tokens=60, do_sample=False, use_cache=False)
-    assistant.generation_config.num_assistant_tokens = 6
+    guessing = {
+        "num_assistant_tokens": 6,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0,
+    }
+    assistant.generation_config.update(**guessing)
     found = model.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=assistant)
     assert torch.equal(found, expected)
 
