@@ -138,6 +138,23 @@ def test_gradients_are_those_of_a_dense_mask(checkpointing: bool | None) -> None
         torch.testing.assert_close(parameter.grad, expected[name], **TOLERANCE)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_takes_the_cache_from_layers(reentrant: bool) -> None:
+    """transformers then withholds from layers the cache that a model makes by default; padded rows show it."""
+    model, ids = blockwise(rope_model().train()), ids_of(2, 27)
+    mask = torch.ones_like(ids)
+    mask[0, :5], mask[1, 9:12] = 0, 0
+    gradients = []
+    for _ in range(2):
+        output = model(ids, labels=torch.where(mask == 1, ids, -100), attention_mask=mask)
+        output.loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, **TOLERANCE)
+
+
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
 def test_far_positions_are_as_exact_as_near_ones(kind: str) -> None:
     model, ids = blockwise(rope_model(kind)), ids_of(1, 25)

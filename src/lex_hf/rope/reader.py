@@ -156,8 +156,13 @@ class Reader:
         kwargs = {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
         states = kwargs.get("inputs_embeds")
         if states is None:
+            if kwargs.get("input_ids") is None:
+                return (), kwargs  # the model says what it needs
             states = kwargs["input_ids"].unsqueeze(-1)
         mask, positions = _given(kwargs.get("attention_mask")), kwargs.get("position_ids")
+        # Layers that are computed again get no cache from transformers, whatever the model was given.
+        if decoder.training and decoder.is_gradient_checkpointing:
+            kwargs |= {"use_cache": False, "past_key_values": None}
         cache, layer = self._cache(kwargs), None
         if cache is not None:
             layer = cache.layers[min(self.layers)]
