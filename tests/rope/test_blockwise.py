@@ -140,7 +140,7 @@ def test_gradients_are_those_of_a_dense_mask(checkpointing: bool | None) -> None
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_takes_the_cache_from_layers(reentrant: bool) -> None:
-    """transformers then withholds from layers the cache that a model makes by default; padded rows show it."""
+    """Transformers then withholds from layers the cache that a model makes by default; padded rows show it."""
     model, ids = blockwise(rope_model().train()), ids_of(2, 27)
     mask = torch.ones_like(ids)
     mask[0, :5], mask[1, 9:12] = 0, 0

@@ -161,7 +161,7 @@ class Reader:
             states = kwargs["input_ids"].unsqueeze(-1)
         mask, positions = _given(kwargs.get("attention_mask")), kwargs.get("position_ids")
         # Layers that are computed again get no cache from transformers, whatever the model was given.
-        if decoder.training and decoder.is_gradient_checkpointing:
+        if decoder.training and decoder.is_activation_checkpointing:
             kwargs |= {"use_cache": False, "past_key_values": None}
         cache, layer = self._cache(kwargs), None
         if cache is not None:
