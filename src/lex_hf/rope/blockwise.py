@@ -26,13 +26,7 @@ _REFUSAL = "cannot be made blockwise"
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
 
-def blockwise(
-    model: _Model,
-    training_length: int | None = None,
-    *,
-    sinks: int = 0,
-    layers: Collection[int] | None = None,
-) -> _Model:
+def blockwise(model: _Model, training_length: int | None = None, *, layers: Collection[int] | None = None) -> _Model:
     """Let a model read and write texts of any length, in constant memory, without training.
 
     Every layer with full attention attends in blocks of half the training length: a query sees the keys of its own
@@ -48,7 +42,6 @@ def blockwise(
             attention interface, and its positions are rotary, or none.
         training_length: Number of tokens that it was trained to read, even; by default what its configuration says:
             `original_max_position_embeddings` where positions were stretched, else `max_position_embeddings`.
-        sinks: Number of first tokens of a text that stay visible (StreamingLLM); 0 is the only one so far.
         layers: Indices of the layers that read in blocks, of those with full attention; all of them by default. Others
             keep full attention, and memory grows with them.
 
@@ -67,8 +60,6 @@ def blockwise(
     _check_kind(model)
     config = model.config.get_text_config()
     length = _training_length(config, training_length)
-    if sinks:
-        raise ValueError(f"sinks = {sinks}: 0 is the only number that is implemented.")
     function = ModelFunction(config._attn_implementation)
     with _refused(model, "reading a few tokens through transformers' attention interface failed"):
         seen = probe.examine(model, function.of)
@@ -115,10 +106,30 @@ def restore(model: _Model) -> _Model:
     reader, angles = getattr(decoder, _ATTRIBUTE)
     for each in (reader, *angles):
         each.remove()
-    model.config.get_text_config()._attn_implementation_internal = reader.implementation
-    del model._prepare_cache_for_generation
+    decoder.config._attn_implementation_internal = reader.implementation
+    for module in model.modules():  # the model itself, or one that it wraps
+        vars(module).pop("_prepare_cache_for_generation", None)
     delattr(decoder, _ATTRIBUTE)
     return model
+
+
+@contextlib.contextmanager
+def attending_with(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Let a model, in blocks or not, attend with another of transformers' attention functions for a while."""
+    reader = reader_of(model)
+    before = model.config._attn_implementation if reader is None else reader.implementation
+    change = model.set_attn_implementation if reader is None else reader.attend_with
+    try:
+        change(implementation)
+        yield
+    finally:
+        change(before)
+
+
+def reader_of(model: nn.Module) -> Reader | None:
+    """Return what lets a model read in blocks; `None` if it was not made blockwise."""
+    decoder = _find(model)
+    return None if decoder is None else getattr(decoder, _ATTRIBUTE)[0]
 
 
 def _find(model: nn.Module) -> Any:
@@ -170,18 +181,25 @@ def _check_positions(model: PreTrainedModel) -> None:
                 f"positions ({plain(error)}); its positions must be rotary, or none."
             ) from error
     # Without angles, positions have no effect at all, or one that half precision may hide.
-    rounding = torch.finfo(near.dtype).eps ** 0.5 if modules_with_angles(model) else 0.0
-    if not float((near - far).abs().max()) <= rounding * float(near.abs().max()):
+    tolerance = _rounding(near) if modules_with_angles(model) else 0.0
+    if not float((near - far).abs().max()) <= tolerance:
         raise ValueError(
             f"{type(model).__name__} cannot be made blockwise: it knows at which position a text begins; its "
             "positions must be rotary, or none."
         )
 
 
+def _rounding(logits: torch.Tensor) -> float:
+    """Return the difference up to which two ways to compute logits count as the same; models have float32 angles."""
+    return max(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32)) ** 0.5 * float(logits.abs().max())
+
+
 def _training_length(config: Any, given: int | None) -> int:
     """Return the training length in tokens."""
-    stretched = (getattr(config, "rope_parameters", None) or {}).get("original_max_position_embeddings")
-    known = stretched or getattr(config, "original_max_position_embeddings", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    of_layers = [each for each in parameters.values() if isinstance(each, dict)]  # of each kind of layer its own
+    stretched = [each.get("original_max_position_embeddings") for each in (parameters, *of_layers)]
+    known = next(filter(None, stretched), None) or getattr(config, "original_max_position_embeddings", None)
     known = known or getattr(config, "max_position_embeddings", None)
     length = known if given is None else given
     if length is None:
@@ -268,7 +286,7 @@ def _try(
     finally:
         config._attn_implementation_internal = implementation
         reader.remove()
-    tolerance = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())
+    tolerance = _rounding(expected)
     for what, found in (("in one pass", whole), ("with its cache", pieces)):
         difference = float((found - expected).abs().max())
         if difference <= tolerance:
