@@ -295,8 +295,8 @@ def _try(
             own = model(input_ids=ids, use_cache=False).logits - _in_pieces(model, ids)
         if found is pieces and not float(own.abs().max()) <= tolerance:
             raise ValueError(
-                f"{type(model).__name__} cannot be made blockwise: in pieces of several tokens with a cache it reads "
-                "another text than in one pass, also without blocks."
+                f"{type(model).__name__} cannot be made blockwise: its logits in pieces, with a cache, are not "
+                "those of one pass, also without blocks."
             )
         raise ValueError(
             f"{type(model).__name__} cannot be made blockwise: its logits {what} differ by {difference:.2g} from "
