@@ -3,6 +3,7 @@
 `pip install '.[clients,serving]'` installs them all.
 """
 
+import contextlib
 import copy
 import os
 import signal
@@ -21,9 +22,10 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers.models import random_ids, tiny_model
+from helpers.rope_models import rope_model
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from lex_hf import LexForCausalLM
+from lex_hf import LexForCausalLM, blockwise
 from lex_hf.data.tokenizers import byte_tokenizer
 
 # PEFT and TRL call checkpointing by its old name.
@@ -232,19 +234,27 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace
     letter_model().save_pretrained(folder)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder)
+    with serving(place) as url:
+        yield SimpleNamespace(url=url, folder=folder, model=letter_model())
+
+
+@contextlib.contextmanager
+def serving(place: Path, *options: str) -> Iterator[str]:
+    """Serve the model in `place / "model"`; yield the address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "lex_hf", "serve", folder, "--host", "127.0.0.1", "--port", str(port)]
+    where = ["--host", "127.0.0.1", "--port", str(port), *options]
+    command = [sys.executable, "-m", "lex_hf", "serve", place / "model", *where, "--device", "cpu"]
     environment = {**os.environ, "HF_HOME": str(place / "home"), "HF_HUB_OFFLINE": "1"}
     with (place / "log").open("w") as log:
-        process = subprocess.Popen([*command, "--device", "cpu"], env=environment, stdout=log, stderr=log)
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
     try:
         url = f"http://127.0.0.1:{port}"
         while not answers(url):
             assert process.poll() is None, (place / "log").read_text()
             time.sleep(0.2)
-        yield SimpleNamespace(url=url, folder=folder, model=letter_model())
+        yield url
         process.send_signal(signal.SIGINT)
         assert process.wait() == 0
     finally:
@@ -285,6 +295,20 @@ class TestServe:
         assert client.completions.create(**request).choices[0].text == expected
         stream = client.completions.create(**request, stream=True)
         assert "".join(chunk.choices[0].text for chunk in stream) == expected
+
+    def test_a_llama_in_blocks(self, tmp_path: Path) -> None:
+        openai = pytest.importorskip("openai")
+        special = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
+        rope_model(attention="sdpa", **special).save_pretrained(tmp_path / "model")
+        byte_tokenizer().save_pretrained(tmp_path / "model")
+        llama = blockwise(rope_model(attention="sdpa", **special))
+        with (
+            serving(tmp_path, "--blockwise", "auto") as url,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="no") as client,
+        ):
+            request = {"model": str(tmp_path / "model"), "prompt": "In a hole", "max_tokens": 40, "temperature": 0}
+            answer = client.completions.create(**request).choices[0].text
+        assert answer == self.expected(SimpleNamespace(model=llama), "In a hole", 40)
 
     def test_models(self, server: SimpleNamespace, client: Any) -> None:
         assert [model.id for model in client.models.list()] == [str(server.folder)]

@@ -1,6 +1,7 @@
 """Blockwise attention for other models: logits of a dense mask of blocks in the model's own attention."""
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,17 @@ import torch
 from helpers.rope_models import LENGTH, VOCABULARY, dense_mask, rope_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaModel, PreTrainedModel, T5Config, T5Model
+from torch._dynamo.testing import CompileCounterWithBackend
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaModel,
+    PreTrainedModel,
+    StaticCache,
+    T5Config,
+    T5Model,
+)
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lex_hf import LexConfig, LexForCausalLM, blockwise, restore
 
@@ -79,6 +90,22 @@ def test_pieces_and_padding_change_nothing(kind: str, pieces: list[int], padded:
             torch.testing.assert_close(row[seen == 1], expected, **TOLERANCE)
 
 
+def test_attention_weights_are_those_of_a_dense_mask() -> None:
+    model, ids = rope_model(), ids_of(2, 3 * BLOCK + 2)
+    mask = dense_mask(ids.shape[1], BLOCK).expand(2, -1, -1, -1)
+    with torch.no_grad():
+        expected = model(ids, attention_mask=mask, use_cache=False, output_attentions=True).attentions
+        blockwise(model)
+        found = model(ids, use_cache=False, output_attentions=True).attentions
+        assert model(ids, use_cache=False).attentions is None
+        padded = torch.cat((torch.zeros_like(ids[:, :3]), ids), dim=1)
+        columns = (torch.arange(padded.shape[1]) >= 3).long().expand(2, -1)
+        left = model(padded, attention_mask=columns, use_cache=False, output_attentions=True).attentions
+    for one, other, third in zip(found, expected, left, strict=True):
+        torch.testing.assert_close(one, other, **TOLERANCE)
+        torch.testing.assert_close(third[:, :, 3:, 3:], other, **TOLERANCE)
+
+
 def test_packed_rows_know_their_own_document_only() -> None:
     model, ids = rope_model(), ids_of(2, 30)
     positions = torch.cat((torch.arange(11), torch.arange(19)))[None].repeat(2, 1)
@@ -109,6 +136,23 @@ def test_gradients_are_those_of_a_dense_mask(checkpointing: bool | None) -> None
     (losses[0] + 0 * losses[1]).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], **TOLERANCE)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing_takes_the_cache_from_layers(reentrant: bool) -> None:
+    """Transformers then withholds from layers the cache that a model makes by default; padded rows show it."""
+    model, ids = blockwise(rope_model().train()), ids_of(2, 27)
+    mask = torch.ones_like(ids)
+    mask[0, :5], mask[1, 9:12] = 0, 0
+    gradients = []
+    for _ in range(2):
+        output = model(ids, labels=torch.where(mask == 1, ids, -100), attention_mask=mask)
+        output.loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+        model.zero_grad()
+        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, **TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_neox"])
@@ -161,10 +205,11 @@ def test_layers_with_a_window_keep_it(kind: str) -> None:
     assert len({type(layer) for layer in cache.layers}) == 2
 
 
-def test_some_layers_may_keep_full_attention() -> None:
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_some_layers_may_keep_full_attention(chosen: int) -> None:
     model, ids = rope_model(), ids_of(2, 22)
     blocks, full = dense_mask(22, BLOCK), dense_mask(22, 22)
-    by_layer = [full, blocks, full]
+    by_layer = [blocks if index == chosen else full for index in range(3)]
     handles = [
         layer.self_attn.register_forward_pre_hook(
             lambda module, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask.expand(2, -1, -1, -1)}),
@@ -176,7 +221,7 @@ def test_some_layers_may_keep_full_attention() -> None:
         expected = model(ids, use_cache=False).logits
         for handle in handles:
             handle.remove()
-        blockwise(model, layers=[1])
+        blockwise(model, layers=[chosen])
         torch.testing.assert_close(model(ids, use_cache=False).logits, expected, **TOLERANCE)
     torch.testing.assert_close(read(model, ids, [7, 1, 1, 13])[0], expected, **TOLERANCE)
 
@@ -208,6 +253,20 @@ def test_generation_with_and_without_cache(kind: str, mode: dict[str, Any]) -> N
         )
         tokens.append(model.generate(prompt, attention_mask=mask, max_new_tokens=40, use_cache=use_cache, **given))
     assert torch.equal(*tokens)
+
+
+def test_an_assistant_in_blocks_takes_its_guesses_back() -> None:
+    model, assistant = blockwise(rope_model()), blockwise(rope_model(num_hidden_layers=1))
+    prompt = ids_of(1, 11)
+    expected = model.generate(prompt, max_new_tokens=60, do_sample=False, use_cache=False)
+    guessing = {
+        "num_assistant_tokens": 6,
+        "num_assistant_tokens_schedule": "constant",
+        "assistant_confidence_threshold": 0,
+    }
+    assistant.generation_config.update(**guessing)
+    found = model.generate(prompt, max_new_tokens=60, do_sample=False, assistant_model=assistant)
+    assert torch.equal(found, expected)
 
 
 def test_greedy_tokens_over_many_blocks_and_a_cache_of_constant_size() -> None:
@@ -289,7 +348,7 @@ class TestErrors:
         ("kind", "fields", "why"),
         [
             ("gpt2", {"n_positions": 64}, "it knows at which position a text begins"),
-            ("gptj", {"rotary_dim": 4}, "reading a few tokens through transformers' attention interface failed"),
+            ("gptj", {"rotary_dim": 4}, "it does not leave masks and attention to transformers'"),
             ("mistral", {"sliding_window": 4}, "No layer of this MistralForCausalLM sees more tokens"),
         ],
     )
@@ -300,11 +359,20 @@ class TestErrors:
             blockwise(model)
         assert torch.equal(model(ids).logits, before)
 
-    def test_layers_and_sinks(self) -> None:
+    def test_a_model_that_does_more_than_attend(self) -> None:
+        model, ids = rope_model(), ids_of(1, 6)
+        model.model.layers[0].mlp.register_forward_hook(
+            lambda module, args, output: output + output.mean(dim=1)[:, None]
+        )
+        before = model(ids).logits
+        with pytest.raises(ValueError, match="its logits in pieces, with a cache, are not those of one pass"):
+            blockwise(model)
+        assert torch.equal(model(ids).logits, before)
+        assert "lex_hf" not in model.config._attn_implementation
+
+    def test_layers(self) -> None:
         with pytest.raises(ValueError, match=r"layers = \[1, 7\]: those with full attention are \[0, 1, 2\]"):
             blockwise(rope_model(), layers=[1, 7])
-        with pytest.raises(ValueError, match="sinks"):
-            blockwise(rope_model(), sinks=LENGTH)
         with pytest.raises(ValueError, match="is blockwise already"):
             blockwise(blockwise(rope_model()))
 
@@ -340,3 +408,42 @@ def test_a_loaded_model_in_half_precision(tmp_path: Path) -> None:
     assert found.dtype == torch.bfloat16
     error = (found.float() - expected).abs().max() / expected.abs().max()
     assert error < 0.1
+
+
+class TestCompile:
+    def test_one_graph_serves_every_step(self) -> None:
+        model, ids = blockwise(rope_model("llama", "sdpa")), ids_of(2, 11)
+        mask = torch.ones_like(ids)
+        mask[0, :4] = 0
+        expected = model.generate(ids, attention_mask=mask, max_new_tokens=21, do_sample=False)[:, 11:]
+        counter = CompileCounterWithBackend("eager")
+        step = torch.compile(model, backend=counter, fullgraph=True)
+        with torch.no_grad():
+            cache = StaticCache(model.config, max_cache_len=64)
+            output = model(ids, attention_mask=mask, past_key_values=cache)
+            tokens = [output.logits[:, -1:].argmax(dim=-1)]
+            for _ in range(20):
+                output = step(tokens[-1], past_key_values=output.past_key_values)
+                tokens.append(output.logits[:, -1:].argmax(dim=-1))
+        assert torch.equal(torch.cat(tokens, dim=1), expected)
+        assert counter.frame_count == 1
+
+    def test_a_training_step_has_no_graph_break(self) -> None:
+        model, ids = blockwise(rope_model("gpt_neox", "sdpa")).train(), ids_of(2, 27)
+        expected = model(ids, labels=ids, use_cache=False).loss
+        counter = CompileCounterWithBackend("aot_eager")
+        loss = torch.compile(model, backend=counter, fullgraph=True)(ids, labels=ids, use_cache=False).loss
+        torch.testing.assert_close(loss, expected, **TOLERANCE)
+        loss.backward()
+        assert counter.frame_count == 1
+
+
+def test_a_model_that_is_deleted_leaves_nothing_behind() -> None:
+    gc.collect()  # of other tests
+    before = set(ALL_ATTENTION_FUNCTIONS.valid_keys())
+    model = blockwise(rope_model())
+    model(ids_of(1, 9))
+    assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) != before
+    del model
+    gc.collect()
+    assert set(ALL_ATTENTION_FUNCTIONS.valid_keys()) == before

@@ -27,6 +27,7 @@ def evaluate(
     start_token: options.StartToken = True,
     records: options.Records = None,
     attention_pattern: options.Pattern = None,
+    blockwise: options.Blockwise = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.Trust = False,
@@ -57,10 +58,9 @@ def evaluate(
             records=records,
         )
         by_length = at_lengths(settings, length or ())
+        loading = options.loading(device, dtype, trust_remote_code, blockwise)
         texts = list(load_documents(files, text_field=text_field)["text"])
-        network, tokenizer = load_for_evaluation(
-            model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **of_pattern(attention_pattern)
-        )
+        network, tokenizer = load_for_evaluation(model, **loading, **of_pattern(attention_pattern))
         draw = None if plot is None else _picture(plot, model, network.config)
         results = measure_lengths(network, tokenizer, texts, by_length)
         if not is_main_process():
@@ -92,6 +92,13 @@ def compare(
         list[str] | None,
         typer.Option(help="blockwise, sliding or full; twice for A and for B, once for both."),
     ] = None,
+    blockwise: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Let models with rotary positions read in blocks: the training length in tokens, 'auto' or 'none'; "
+            "twice for A and for B, once for both."
+        ),
+    ] = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.Trust = False,
@@ -102,10 +109,14 @@ def compare(
     from lex_hf.data.documents import load_documents
     from lex_hf.evaluation import comparison
     from lex_hf.evaluation.perplexity import PerplexityOptions
-    from lex_hf.evaluation.sweep import measure_pair
+    from lex_hf.evaluation.sweep import measure_pair, of_pattern
 
     with session(as_json) as console:
-        patterns = _two_patterns(attention_pattern)
+        patterns, blocks = _two("--attention-pattern", attention_pattern), _two("--blockwise", blockwise)
+        loading = [
+            options.loading(device, dtype, trust_remote_code, None if length == "none" else length) | of_pattern(name)
+            for length, name in zip(blocks, patterns, strict=True)
+        ]
         _check_files(files, records=records)
         settings = PerplexityOptions(
             protocol=protocol,
@@ -116,13 +127,7 @@ def compare(
             records=records,
         )
         texts = list(load_documents(files, text_field=text_field)["text"])
-        results = measure_pair(
-            (model_a, model_b),
-            patterns,
-            texts,
-            loading={"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code},
-            options=settings,
-        )
+        results = measure_pair((model_a, model_b), (loading[0], loading[1]), texts, options=settings)
     if not is_main_process():
         return
     rows = [{"model": name} | _perplexity_rows(result)[-1] for name, result in zip("AB", results, strict=True)]
@@ -203,9 +208,9 @@ def _picture(path: Path, model: str, config: Any) -> Callable[[list[Any]], Path]
     return lambda results: plots.save(writing.plot_lengths(model, known, results), path)
 
 
-def _two_patterns(names: list[str] | None) -> tuple[str | None, str | None]:
-    """Read the attention patterns of A and B."""
-    patterns: list[str | None] = [*names] if names else [None]
-    if len(patterns) > 2:
-        raise ValueError(f"--attention-pattern is given {len(patterns)} times: once for both models, or twice.")
-    return patterns[0], patterns[-1]
+def _two(option: str, values: list[str] | None) -> tuple[str | None, str | None]:
+    """Read the values of an option for A and B."""
+    given: list[str | None] = [*values] if values else [None]
+    if len(given) > 2:
+        raise ValueError(f"{option} is given {len(given)} times: once for both models, or twice.")
+    return given[0], given[-1]

@@ -5,7 +5,8 @@ from typing import Annotated
 
 import typer
 
-from lex_hf.cli.options import LARGEST_SEED, MOST, Device, Dtype, Json, Model, Pattern, Trust, finite, typed
+from lex_hf.cli import options
+from lex_hf.cli.options import LARGEST_SEED, MOST, Blockwise, Device, Dtype, Json, Model, Pattern, Trust, finite, typed
 from lex_hf.cli.printing import print_json, session
 
 
@@ -18,6 +19,7 @@ def generate(
     top_p: Annotated[float, typer.Option(min=0.0, max=1.0, callback=finite, help="Nucleus of sampling.")] = 0.95,
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of sampling.")] = 0,
     attention_pattern: Pattern = None,
+    blockwise: Blockwise = None,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: Trust = False,
@@ -31,10 +33,9 @@ def generate(
     from lex_hf.inference.generation import continue_text, encode_prompt
 
     with session(as_json):
+        loading = options.loading(device, dtype, trust_remote_code, blockwise)
         beginning = _standard_input() if prompt == "-" else typed(prompt, "PROMPT")
-        network, tokenizer = load_for_evaluation(
-            model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **of_pattern(attention_pattern)
-        )
+        network, tokenizer = load_for_evaluation(model, **loading, **of_pattern(attention_pattern))
         inputs = encode_prompt(beginning, network, tokenizer)
         set_seed(seed)
         sampling = {} if greedy else {"temperature": temperature, "top_p": top_p}
@@ -55,6 +56,7 @@ def serve(
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
+    blockwise: Blockwise = None,
 ) -> None:
     """Serve a model over HTTP, for `transformers chat` and OpenAI's clients; Ctrl-C ends it.
 
@@ -64,7 +66,7 @@ def serve(
     from lex_hf.inference import serve as server
 
     with session():
-        server.serve(model, host=host, port=port, options=context.args)
+        server.serve(model, host=host, port=port, blockwise=options.blocks(blockwise), options=context.args)
 
 
 def _standard_input() -> str:

@@ -14,6 +14,7 @@ def check(
     text: Annotated[str | None, typer.Option(help="The text to try; by default one of 600 characters.")] = None,
     shift: Annotated[int, typer.Option(min=1, help="Tokens of padding or text that are prepended or appended.")] = 7,
     attention_pattern: options.Pattern = None,
+    blockwise: options.Blockwise = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.Trust = False,
@@ -25,10 +26,9 @@ def check(
     from lex_hf.evaluation.sweep import of_pattern
 
     with session(as_json) as console:
+        loading = options.loading(device, dtype, trust_remote_code, blockwise)
         sample = "A block sees itself and the one before. " * 15 if text is None else options.typed(text, "--text")
-        network, tokenizer = load_for_evaluation(
-            model, device=device, dtype=dtype, trust_remote_code=trust_remote_code, **of_pattern(attention_pattern)
-        )
+        network, tokenizer = load_for_evaluation(model, **loading, **of_pattern(attention_pattern))
         result = check_positions(network, tokenizer(sample, return_tensors="pt")["input_ids"], shift=shift)
     table = Table("when", _right("change"), "so", title=f"{model}: largest change of a logit")
     shifted, longer = (
@@ -54,6 +54,7 @@ def resolution(
     reading: Annotated[str, typer.Option(help="A, B or C: readings of Eq. 4 at the end of the curve.")] = "A",
     attention_pattern: options.Patterns = None,
     output: options.Output = None,
+    blockwise: options.Blockwise = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.Trust = False,
@@ -75,8 +76,8 @@ def resolution(
         if output is not None:
             check_measurements(output, "resolution", *(f"curves-{name}" for name in patterns))
         attention_resolution(torch.tensor([1.0, 0.0]), reading=cast(Any, reading))  # fails before any work
+        loading = options.loading(device, dtype, trust_remote_code, blockwise)
         texts = load_documents(files, text_field=text_field)
-        loading = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
         loaded = with_patterns(model, texts, patterns, loading=loading, length=length, count=segments)
         results = {name: measure_resolution(*given, reading=cast(Any, reading)) for name, *given in loaded}
     table = Table(*map(_right, ("layer", *results)), title=f"{model}: attention resolution at {length} tokens")
@@ -108,6 +109,7 @@ def receptive_field(
     batch_size: Annotated[int, typer.Option(min=1, help="Segments at once.")] = 1,
     attention_pattern: options.Patterns = None,
     output: options.Output = None,
+    blockwise: options.Blockwise = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.Trust = False,
@@ -126,14 +128,14 @@ def receptive_field(
         check_patterns(patterns)
         if output is not None:
             check_measurements(output, "receptive-field")
+        loading = options.loading(device, dtype, trust_remote_code, blockwise)
         texts = load_documents(files, text_field=text_field)
-        loading = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
         loaded = with_patterns(model, texts, patterns, loading=loading, length=length, count=segments)
         results = {name: measure(*given, threshold=threshold, batch_size=batch_size) for name, *given in loaded}
     columns = map(_right, ("pattern", f"empirical ({threshold:g})", "theoretical"))
     table = Table(*columns, title=f"{model}: receptive field, {segments} segments of {length} tokens")
     for name, result in results.items():
-        theoretical = "the whole text" if result.theoretical is None else str(result.theoretical)
+        theoretical = "not known" if result.theoretical is None else str(result.theoretical)
         table.add_row(name, str(result.erf), theoretical)
     title = f"{model}: what acts on the prediction after {length} tokens"
     pictures = {"receptive-field": lambda: plots.receptive_fields(results, title=title)}

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,6 +26,29 @@ def typed(text: str, name: str) -> str:
     return text
 
 
+def loading(device: str | None, dtype: str | None, trust_remote_code: bool, blockwise: str | None) -> dict[str, Any]:
+    """Return the options of `load_for_evaluation` that commands have.
+
+    Raises:
+        ValueError: If `--blockwise` is neither 'auto' nor a number.
+    """
+    options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
+    return options | {"blockwise": blocks(blockwise)}
+
+
+def blocks(text: str | None) -> Any:
+    """Read the training length of `--blockwise`, or auto; `None` if it is not given.
+
+    Raises:
+        ValueError: If it is neither.
+    """
+    if text is None or text == "auto":
+        return text
+    if not text.isdecimal():
+        raise ValueError(f"--blockwise {text}: it must be 'auto' or a number of tokens, e.g. 2048.")
+    return int(text)
+
+
 Model = Annotated[str, typer.Argument(help="Folder or Hub id of a model with its tokenizer.")]
 Files = Annotated[
     list[str],
@@ -43,6 +66,13 @@ Json = Annotated[
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")]
 Pattern = Annotated[str | None, typer.Option(help="blockwise, sliding or full; the model's own by default.")]
+Blockwise = Annotated[
+    str | None,
+    typer.Option(
+        help="Let a model with rotary positions read in blocks: its training length in tokens, or 'auto' to take it "
+        "from the configuration."
+    ),
+]
 Trust = Annotated[bool, typer.Option(help="Let code that comes with the model run.")]
 Protocol = Annotated[
     str,

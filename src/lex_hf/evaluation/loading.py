@@ -7,7 +7,7 @@ one of another model.
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from accelerate import PartialState
@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, get_logger, is_progress_bar_enabled
 
 from lex_hf.errors import explained
+from lex_hf.rope.blockwise import blockwise as read_in_blocks
+from lex_hf.rope.probe import evaluating as evaluating
 
 logger = get_logger(__name__)
 
@@ -30,6 +32,7 @@ def load_for_evaluation(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
+    blockwise: int | Literal["auto"] | None = None,
     **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, with all of its weights, and its tokenizer with the Auto classes.
@@ -39,6 +42,8 @@ def load_for_evaluation(
         device: Device of the model; see [`find_device`].
         dtype: Dtype of the weights, or its name; `None` keeps that of the checkpoint.
         trust_remote_code: Whether code that comes with the model may run.
+        blockwise: Training length with which a model with rotary positions is made to read in blocks, in tokens;
+            `"auto"` takes it from the configuration, `None` leaves the model as it is. See [`lex_hf.blockwise`].
         **model_kwargs: Passed to `AutoModelForCausalLM.from_pretrained`, e.g. `attention_pattern="full"`.
 
     Returns:
@@ -46,11 +51,14 @@ def load_for_evaluation(
 
     Raises:
         ValueError: If there is no such model or tokenizer, it cannot be read, its weights are not those of the
-            model (see [`load_whole`]), or the device or the dtype is unknown.
+            model (see [`load_whole`]), the device or the dtype is unknown, or the model cannot be made blockwise.
     """
     placement = _placement(device, dtype)
     tokenizer = _load_tokenizer(model_id, trust_remote_code, model_kwargs)
-    return _load_model(model_id, placement, dtype, trust_remote_code, model_kwargs), tokenizer
+    model = _load_model(model_id, placement, dtype, trust_remote_code, model_kwargs)
+    if blockwise is not None:
+        read_in_blocks(model, None if blockwise == "auto" else blockwise)
+    return model, tokenizer
 
 
 def load_without_tokenizer(
@@ -177,18 +185,6 @@ def _check_names(model: PreTrainedModel, model_id: str, missing: Collection[str]
 def _some(names: list[str]) -> str:
     """A few of many names."""
     return ", ".join(names[:_NAMES_SHOWN]) + (", …" if len(names) > _NAMES_SHOWN else "")
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Iterator[None]:
-    """Put every module into evaluation mode, and those that were training back afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager

@@ -21,6 +21,8 @@ from transformers.utils.logging import tqdm
 
 from lex_hf.evaluation.loading import evaluating
 from lex_hf.model.configuration_lex import LexConfig
+from lex_hf.model.masking_lex import BlockwisePattern, FullPattern
+from lex_hf.rope.blockwise import reader_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -106,23 +108,23 @@ def theoretical_receptive_field(config: LexConfig, position: int | None = None) 
     if position is not None and position < 0:
         raise ValueError(f"position = {position}: it must be at least 0.")
     if position is not None:
-        return _reach(config, position)
+        return _reach(config.patterns, position)
     if "full" in config.layer_patterns:
         return None
     block = config.attention_span("blockwise") or 1
     # From the beginning of this block on, no layer reaches the start of the text.
     far = 2 * block * sum(config.attention_span(pattern) or 0 for pattern in config.layer_patterns)
-    return max(_reach(config, p) for p in range(far, far + block))
+    return max(_reach(config.patterns, p) for p in range(far, far + block))
 
 
-def _reach(config: LexConfig, position: int) -> int:
+def _reach(patterns: Sequence[FullPattern], position: int) -> int:
     """Number of tokens that can influence the prediction after `position`."""
     oldest = position
-    for pattern in reversed(config.layer_patterns):
-        span = config.attention_span(pattern)
+    for pattern in reversed(patterns):
+        span = pattern.block
         if span is None:
             return position + 1
-        oldest -= oldest % span + span if pattern == "blockwise" else span - 1
+        oldest -= oldest % span + span if isinstance(pattern, BlockwisePattern) else span - 1
         oldest = max(0, oldest)
     return position - oldest + 1
 
@@ -137,8 +139,8 @@ class ReceptiveField:
         positions: Index of the newest token that each prediction read.
         threshold: Share that the empirical receptive field must exceed.
         theoretical: Largest number of tokens that can influence one of the predictions through the attention patterns,
-            for LEX models; `None` for others.
-        training_length: `l` of a LEX model in tokens; `None` for others.
+            for LEX models and those that read in blocks; `None` for others.
+        training_length: `l` of such a model in tokens; `None` for others.
     """
 
     curves: Tensor
@@ -229,16 +231,24 @@ def receptive_field(
                 bar.update(len(norms))
         return torch.cat(curves)
 
-    config = model.config if isinstance(model.config, LexConfig) else None
+    patterns, length = _known(model)
     with evaluating(model), torch.inference_mode(False), torch.enable_grad():
         curves = read()
     return ReceptiveField(
         curves=curves,
         positions=kept,
         threshold=threshold,
-        theoretical=None if config is None else max(_reach(config, p) for p in kept),
-        training_length=None if config is None else config.training_length,
+        theoretical=None if patterns is None else max(_reach(patterns, p) for p in kept),
+        training_length=length,
     )
+
+
+def _known(model: PreTrainedModel) -> tuple[Sequence[FullPattern] | None, int | None]:
+    """Attention patterns of all layers and training length, as far as they are known."""
+    if isinstance(model.config, LexConfig):
+        return model.config.patterns, model.config.training_length
+    reader = reader_of(model)
+    return (None, None) if reader is None else (reader.patterns, reader.bound)
 
 
 def _gradient_norms(model: PreTrainedModel, ids: Tensor, targets: Tensor | None, positions: list[int]) -> Tensor:

@@ -23,6 +23,7 @@ from transformers.utils.logging import tqdm
 from lex_hf.evaluation.loading import evaluating
 from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.model.positions_lex import SCHEMES, BiasScheme
+from lex_hf.rope.blockwise import attending_with
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -340,11 +341,9 @@ def _check_attention(model: PreTrainedModel, ids: Tensor) -> None:
 @contextmanager
 def _recording(model: PreTrainedModel, recorder: Callable[..., Any]) -> Iterator[None]:
     """Make `recorder` the attention function of a model, temporarily."""
-    before = model.config._attn_implementation
     ALL_ATTENTION_FUNCTIONS[_IMPLEMENTATION] = recorder
     try:
-        model.set_attn_implementation(_IMPLEMENTATION)
-        yield
+        with attending_with(model, _IMPLEMENTATION):
+            yield
     finally:
-        model.set_attn_implementation(before)
         del ALL_ATTENTION_FUNCTIONS[_IMPLEMENTATION]

@@ -16,6 +16,8 @@ from lex_hf.evaluation.results import PerplexityResult
 from lex_hf.evaluation.segments import take_segments
 from lex_hf.model.configuration_lex import ATTENTION_PATTERNS
 
+_NOT_OF_THE_CHECKPOINT = ("device", "dtype", "blockwise")
+
 
 def measure_lengths(
     model: PreTrainedModel,
@@ -44,31 +46,29 @@ def at_lengths(options: PerplexityOptions, lengths: Sequence[int]) -> list[Perpl
 
 def measure_pair(
     models: tuple[str, str],
-    patterns: tuple[str | None, str | None],
+    loading: tuple[Mapping[str, Any], Mapping[str, Any]],
     texts: Sequence[str],
     *,
-    loading: Mapping[str, Any],
     options: PerplexityOptions,
 ) -> tuple[PerplexityResult, PerplexityResult]:
     """Measure the perplexity of two models on the same texts, one after the other.
 
     Args:
         models: Folders or Hub ids of A and B.
-        patterns: Their attention patterns; `None` is a model's own.
+        loading: Options of `load_for_evaluation` for each.
         texts: At least two.
-        loading: `device`, `dtype` and `trust_remote_code` of `load_for_evaluation`.
         options: Options of the measurement; where `length` is `None`, both are measured at A's default.
 
     Raises:
         ValueError: If there are too few texts or a model does not load, before anything is measured; or as of
             `measure_perplexity`.
     """
-    for model, pattern in zip(models, patterns, strict=True):
-        check_model(model, trust_remote_code=loading.get("trust_remote_code", False), **of_pattern(pattern))
+    for model, given in zip(models, loading, strict=True):
+        check_model(model, **{name: value for name, value in given.items() if name not in _NOT_OF_THE_CHECKPOINT})
     check_pairs(len(texts))
     results: list[PerplexityResult] = []
-    for model, pattern in zip(models, patterns, strict=True):
-        loaded = load_for_evaluation(model, **loading, **of_pattern(pattern))
+    for model, given in zip(models, loading, strict=True):
+        loaded = load_for_evaluation(model, **given)
         results.append(measure_perplexity(*loaded, texts, options))
         options = replace(options, length=results[0].length)
     a, b = results
@@ -90,7 +90,7 @@ def with_patterns(
         model: Folder or Hub id.
         texts: A dataset with the column `text`.
         patterns: Attention patterns; the model's own if there are none.
-        loading: `device`, `dtype` and `trust_remote_code` of `load_for_evaluation`.
+        loading: Further options of `load_for_evaluation`.
         length: Tokens of a segment.
         count: Number of segments.
 

@@ -3,31 +3,35 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from lex_hf.model.cache_layer_lex import LexCacheLayer
 from lex_hf.model.cache_lex import LexCache, LexStaticCache
 from lex_hf.records import whole_file
+from lex_hf.rope.blockwise import reader_of
 
 FORMAT = "lex_hf cache 3"
 _STATE = ("keys", "values", "fill", "lengths", "padding", "columns")
 _SAMPLE = 64  # numbers of each weight whose bits and places a fingerprint holds, beside a sum over all bits
 
 
-def save_cache(cache: LexCache | LexStaticCache, model: PreTrainedModel, path: str | Path) -> None:
+def save_cache(cache: Cache, model: PreTrainedModel, path: str | Path) -> None:
     """Write what a model has read to a file of constant size (with blockwise and sliding attention).
 
     Args:
         cache: The cache, as a forward pass or `generate(..., return_dict_in_generate=True)` returns it.
-        model: The model that filled it; the file remembers which one it was.
+        model: The model that filled it, a LEX model or one that [`lex_hf.blockwise`] made; the file remembers which
+            one it was.
         path: The file to write; it appears under its name only when it is whole.
 
     Raises:
-        ValueError: If the cache is empty, or none of LEX.
+        ValueError: If the cache is empty, or has layers of another kind than two blocks.
 
     Example:
         >>> import tempfile, torch
@@ -40,7 +44,11 @@ def save_cache(cache: LexCache | LexStaticCache, model: PreTrainedModel, path: s
     """
     layers = getattr(cache, "layers", [])
     if not layers or not all(isinstance(layer, LexCacheLayer) for layer in layers):
-        raise ValueError(f"{type(cache).__name__} is not a LexCache; pass what a LEX model returned.")
+        kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "none"
+        raise ValueError(
+            f"{type(cache).__name__} is not a LexCache, and not all of its layers are two blocks ({kinds}); pass what "
+            "a LEX model returned, or a model whose layers all read in blocks."
+        )
     if not all(layer.is_initialized for layer in layers):
         raise ValueError("The cache is empty: let the model read something first.")
     tensors = {
@@ -51,7 +59,7 @@ def save_cache(cache: LexCache | LexStaticCache, model: PreTrainedModel, path: s
         save_file(tensors, place, metadata=metadata | _identity(model, str(layers[0].dtype)))
 
 
-def load_cache(path: str | Path, model: PreTrainedModel) -> LexCache | LexStaticCache:
+def load_cache(path: str | Path, model: PreTrainedModel) -> Cache:
     """Read a cache that [`save_cache`] wrote, to the device of the model that continues the text.
 
     Args:
@@ -70,12 +78,19 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> LexCache | LexStatic
             metadata = file.metadata() or {}
             _check(path, metadata, model)
             size = metadata["max_cache_len"]
-            cache = LexStaticCache(model.config, int(size)) if size else LexCache(model.config)
+            cache = _new_cache(model, int(size) if size else None)
             for index, layer in enumerate(cache.layers):
                 _restore(layer, {name: file.get_tensor(f"{index}.{name}") for name in _STATE})
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or corrupt ({error}): save it again with save_cache.") from error
     return cache
+
+
+def _new_cache(model: PreTrainedModel, max_cache_len: int | None) -> Cache:
+    reader = reader_of(model)
+    if reader is not None:
+        return reader.new_cache(max_cache_len)
+    return LexCache(model.config) if max_cache_len is None else LexStaticCache(model.config, max_cache_len)
 
 
 def _state(layer: LexCacheLayer) -> dict[str, torch.Tensor]:
@@ -121,11 +136,11 @@ def _check(path: Path, metadata: dict[str, str], model: PreTrainedModel) -> None
 
 def _identity(model: PreTrainedModel, dtype: str) -> dict[str, str]:
     """Return what must be the same in the model that filled a cache and the one that continues."""
-    patterns = model.config.patterns
+    source: Any = reader_of(model) or model.config
     return {
-        "blocks": json.dumps([[pattern.name, pattern.block] for pattern in patterns]),
+        "blocks": json.dumps([[pattern.name, pattern.block] for pattern in source.patterns]),
         "dtype": dtype,
-        "positions": json.dumps(model.config.key_fields),
+        "positions": json.dumps(source.key_fields),
         "weights": _fingerprint(model),
     }
 

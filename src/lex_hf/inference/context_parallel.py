@@ -16,6 +16,8 @@ from lex_hf.model.cache_layer_lex import LexCacheLayer, Origin
 from lex_hf.model.cache_lex import LexCache
 from lex_hf.model.masking_lex import FullPattern
 from lex_hf.model.rotation_lex import scaled
+from lex_hf.rope.block_cache import BlockCacheLayer
+from lex_hf.rope.blockwise import reader_of
 
 
 def part_of(tokens: int, block: int, rank: int, size: int) -> tuple[int, int]:
@@ -46,7 +48,8 @@ def read_part(
     """Read a text together with the other processes of a group; every one of them must call this with the same text.
 
     Args:
-        model: A LEX model with blockwise or sliding attention, the same in every process.
+        model: A LEX model with blockwise or sliding attention, or one whose layers all read in blocks, see
+            [`lex_hf.blockwise`]; the same in every process.
         input_ids: The whole text, shape `(batch, tokens)`, without padding.
         group: The processes; all of them by default.
         kwargs: Passed on to the model, such as `logits_to_keep`.
@@ -59,22 +62,19 @@ def read_part(
         ValueError: If a layer has full attention, or the text is too short.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    config = model.config
-    spans = [config.attention_span(pattern) for pattern in config.layer_patterns]
-    blocks = [span for span in spans if span is not None]
-    if len(blocks) < len(spans):
+    reader = reader_of(model)
+    cache = LexCache(model.config) if reader is None else reader.new_cache()
+    blocks = [layer.block for layer in cache.layers if isinstance(layer, LexCacheLayer) and layer.block is not None]
+    if len(blocks) < len(cache.layers):
         raise ValueError(
             "Layers with full attention need the keys of the whole text: load the model with "
-            "attention_pattern='blockwise' or 'sliding'."
+            "attention_pattern='blockwise' or 'sliding', or make all of its layers blockwise."
         )
     start, stop = part_of(input_ids.shape[1], math.lcm(*blocks), rank, size)
-    cache = LexCache(config)
-    cache.layers = [_HandedOver(layer.pattern, group, layer.origin) for layer in cache.layers]
-    if start:
-        sizes = input_ids.shape[0], config.num_attention_heads, config.head_dim
-        cache.early_initialization(*sizes, model.dtype, model.device)
-        for layer in cache.layers:
-            layer.begin_at(start)
+    kind = _HandedOver if reader is None else _HandedOverBlocks
+    cache.layers = [kind(layer.pattern, group, layer.origin) for layer in cache.layers]
+    for layer in cache.layers if start else ():
+        layer.begin_at(start)
     part = input_ids[:, start:stop].to(model.device)
     return model(part, past_key_values=cache, use_cache=True, **kwargs), (start, stop)
 
@@ -100,6 +100,8 @@ class _HandedOver(LexCacheLayer):
         """Hand the last block over, receive the previous one, and update as usual."""
         if self.is_waiting:
             self.is_waiting = False
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
             self._exchange(key_states, value_states, decay=args[1])
         return super().update(key_states, value_states, *args, **kwargs)
 
@@ -112,9 +114,14 @@ class _HandedOver(LexCacheLayer):
             last = key[:, :, -self.block :]
             for sent in (last if is_first else scaled(last, decay), value[:, :, -self.block :]):
                 transfers.append(dist.P2POp(dist.isend, sent.contiguous(), group=self.group, group_peer=rank + 1))
-        received = [torch.empty_like(self.keys[:, :, : self.block]) for _ in range(2)] if rank else []
+        blocks = (states[:, :, : self.block] for states in (self.keys, self.values))
+        received = [torch.empty_like(states) for states in blocks] if rank else []
         transfers += [dist.P2POp(dist.irecv, states, group=self.group, group_peer=rank - 1) for states in received]
         for transfer in dist.batch_isend_irecv(transfers) if transfers else []:
             transfer.wait()
         for storage, states in zip((self.keys, self.values) if rank else (), received, strict=True):
             storage[:, :, : self.block] = states
+
+
+class _HandedOverBlocks(BlockCacheLayer, _HandedOver):
+    """The same for a model that was made blockwise."""

@@ -2,9 +2,10 @@
 
 import importlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any, Literal
 
 import typer
 from transformers import AutoConfig, AutoTokenizer
@@ -14,11 +15,19 @@ from transformers.utils.import_utils import is_serve_available
 from lex_hf.errors import plain
 from lex_hf.evaluation.loading import check_checkpoint
 from lex_hf.model.modeling_lex import LexForCausalLM
+from lex_hf.rope.blockwise import blockwise as read_in_blocks
 
 logger = logging.get_logger(__name__)
 
 
-def serve(model: str, *, host: str = "localhost", port: int = 8000, options: Sequence[str] = ()) -> None:
+def serve(
+    model: str,
+    *,
+    host: str = "localhost",
+    port: int = 8000,
+    blockwise: int | Literal["auto"] | None = None,
+    options: Sequence[str] = (),
+) -> None:
     """Serve a model with an API like OpenAI's, until the process is interrupted.
 
     Chat, completions, both with streaming, and the list of models, which holds this one. `transformers chat MODEL
@@ -30,6 +39,8 @@ def serve(model: str, *, host: str = "localhost", port: int = 8000, options: Seq
             `id@revision` names a revision. Chat needs a tokenizer with a chat template.
         host: Address to listen on.
         port: Port to listen on.
+        blockwise: Training length with which a model with rotary positions reads in blocks, in tokens; `"auto"` takes
+            it from the configuration, `None` leaves the model as it is. See [`lex_hf.blockwise`].
         options: Further options of the command `transformers serve`, as typed, e.g. `["--device", "cuda:1"]`.
 
     Raises:
@@ -44,6 +55,8 @@ def serve(model: str, *, host: str = "localhost", port: int = 8000, options: Seq
     manager = importlib.import_module("transformers.cli.serving.model_manager")
     manager.transformers.LexForCausalLM = LexForCausalLM
     _check_model(model, manager)
+    if blockwise is not None:
+        manager.ModelManager._load_model = _in_blocks(manager.ModelManager._load_model, blockwise)
     # Its own list is that of the Hub's cache; a server of one model serves none of those.
     entry = {"id": model, "object": "model", "owned_by": "", "created": int(time.time())}
     manager.ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [entry])
@@ -52,6 +65,15 @@ def serve(model: str, *, host: str = "localhost", port: int = 8000, options: Seq
     command.command()(importlib.import_module("transformers.cli.serve").Serve)
     arguments = [model, "--host", host, "--port", str(port), *options]
     command(arguments, prog_name="lex-hf serve", standalone_mode=False)
+
+
+def _in_blocks(load: Callable[..., Any], length: int | Literal["auto"]) -> Callable[..., Any]:
+    """Return what loads a model and makes it blockwise."""
+
+    def load_in_blocks(*args: Any, **kwargs: Any) -> Any:
+        return read_in_blocks(load(*args, **kwargs), None if length == "auto" else length)
+
+    return load_in_blocks
 
 
 def _check_options(model: str, options: Sequence[str]) -> None:

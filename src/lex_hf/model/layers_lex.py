@@ -95,12 +95,12 @@ class LexAttention(nn.Module):
         output = rows.restore(output)
         if output_attentions and weights is not None:
             # The output is made of the very weights that are returned, so that gradients reach them.
-            weights, value = _by_column(rows.restore(weights), value, plan.key_order(value.shape[2]))
+            weights, value = by_column(rows.restore(weights), value, plan.key_order(value.shape[2]))
             output = weights @ value
         return self.o_proj(output.transpose(1, 2).reshape(batch, length, -1)), weights
 
 
-def _by_column(
+def by_column(
     weights: torch.Tensor, value: torch.Tensor, order: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Bring weights, `(batch, num_heads, query, slots)`, and values of slots into the order of keys that users see."""

@@ -86,12 +86,13 @@ class ExactAngles:
         """Show the module the last position of the training length, which decides on its frequencies."""
         kwargs = {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
         positions = kwargs.get("position_ids")
-        if not isinstance(positions, torch.Tensor) or positions.dim() != 2:
+        if not isinstance(positions, torch.Tensor) or positions.dim() not in (2, 3):
             raise ValueError(
-                f"{type(module).__name__} computes angles from something else than position_ids of the shape "
-                "(batch, tokens); its model cannot be made blockwise."
+                f"{type(module).__name__} cannot be made blockwise: it computes angles from something else than "
+                "position_ids of the shape (batch, tokens)."
             )
-        self.positions = positions
+        # Of the positions in time, height and width, text has three times the same.
+        self.positions = positions if positions.dim() == 2 else positions[0]
         return (), {**kwargs, "position_ids": torch.full_like(positions, self.length - 1)}
 
     def _put_right(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -139,8 +140,8 @@ def _recognise(module: nn.Module, kwargs: dict[str, Any], length: int) -> _Formu
                 if _fits(formula, module, shown, exact):
                     return formula
     raise ValueError(
-        f"{type(module).__name__} computes angles in a way that is not known here, so they could not be made exact "
-        "far from the start of a text; its model cannot be made blockwise."
+        f"{type(module).__name__} cannot be made blockwise: it computes angles in a way that is not known here, so "
+        "they could not be made exact far from the start of a text."
     )
 
 

@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, StaticCache
+from transformers.cache_utils import (
+    Cache,
+    DummyLayer,
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+    StaticCache,
+)
 
 from lex_hf.model.batch_lex import Batch
 from lex_hf.model.cache_layer_lex import LexCacheLayer
@@ -19,6 +26,9 @@ class BlockCacheLayer(LexCacheLayer):
     """
 
     batch: Batch | None = None
+
+    # transformers takes the size of sliding windows' masks from the first layer that says so.
+    is_sliding = False
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -40,6 +50,45 @@ class BlockCacheLayer(LexCacheLayer):
         return super().update(batch.align(key_states), batch.align(value_states), batch, None)
 
 
+class HybridBlockCacheLayer(BlockCacheLayer, LinearAttentionLayer):
+    """Two blocks, and the states of convolutions and recurrences of a layer that has both.
+
+    Args:
+        number_of_states: How many states of each kind the layer has.
+        args: As [`BlockCacheLayer`].
+    """
+
+    supports_early_init = False  # of the states, nothing is known before the first pass
+
+    def __init__(self, number_of_states: int, *args: Any) -> None:
+        BlockCacheLayer.__init__(self, *args)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Allocate the storage of keys and values, which come by place, or of states, which come by name."""
+        (BlockCacheLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+    @property
+    def is_croppable(self) -> bool:
+        """True if there are no recurrences, of which nothing can be taken back."""
+        return LinearAttentionLayer.is_croppable.fget(self)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens of every row."""
+        LinearAttentionLayer.crop(self, tokens_to_remove)
+        BlockCacheLayer.crop(self, tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget everything that was read."""
+        LinearAttentionLayer.reset(self)
+        BlockCacheLayer.reset(self)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Let row b continue the text of row `beam_idx[b]`."""
+        LinearAttentionLayer.reorder_cache(self, beam_idx)
+        BlockCacheLayer.reorder_cache(self, beam_idx)
+
+
 def adopt(cache: Any, patterns: Mapping[int, FullPattern], owner: str) -> Cache:
     """Return a cache of transformers whose layers of these indices are of two blocks: as it is, or replaced if empty.
 
@@ -56,6 +105,8 @@ def adopt(cache: Any, patterns: Mapping[int, FullPattern], owner: str) -> Cache:
         raise ValueError(
             f"past_key_values is a {type(cache).__name__}; pass a DynamicCache, or None to have one made."
         )
+    # A layer without a cache of its own attends to what another layer's cache returned.
+    patterns = {index: pattern for index, pattern in patterns.items() if not _is_dummy(cache, index)}
     origin = (("model", owner),)
     found = [cache.layers[index] if index < len(cache.layers) else None for index in patterns]
     if any(isinstance(layer, LexCacheLayer) for layer in found):
@@ -72,9 +123,16 @@ def adopt(cache: Any, patterns: Mapping[int, FullPattern], owner: str) -> Cache:
         cache.layers += [cache.layer_class_to_replicate() for _ in range(len(cache.layers), max(patterns) + 1)]
     for index, pattern in patterns.items():
         old = cache.layers[index]
-        room = old.get_max_length() if isinstance(cache, StaticCache) else None
-        cache.layers[index] = BlockCacheLayer(pattern, origin, room)
+        room = old.max_cache_len if isinstance(cache, StaticCache) else None
+        if isinstance(old, LinearAttentionCacheLayerMixin):
+            cache.layers[index] = HybridBlockCacheLayer(old.number_of_states, pattern, origin, room)
+        else:
+            cache.layers[index] = BlockCacheLayer(pattern, origin, room)
     return cache
+
+
+def _is_dummy(cache: Cache, index: int) -> bool:
+    return index < len(cache.layers) and isinstance(cache.layers[index], DummyLayer)
 
 
 def _check(layer: Any, index: int, pattern: FullPattern, origin: tuple[tuple[str, Any], ...]) -> None:

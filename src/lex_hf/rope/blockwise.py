@@ -1,6 +1,7 @@
 """Blockwise causal attention for a model of transformers with rotary positions: endless texts, constant memory."""
 
 import contextlib
+import inspect
 from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -8,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from lex_hf.errors import plain
@@ -20,16 +22,11 @@ logger = logging.get_logger(__name__)
 _ATTRIBUTE = "_lex_hf_blockwise"
 _CHECKED_TOKENS = 11  # more than five blocks of the two tokens with which a model is tried
 _SHIFTED_TOKENS, _SHIFT = 4, 3
+_REFUSAL = "cannot be made blockwise"
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
 
-def blockwise(
-    model: _Model,
-    training_length: int | None = None,
-    *,
-    sinks: int = 0,
-    layers: Collection[int] | None = None,
-) -> _Model:
+def blockwise(model: _Model, training_length: int | None = None, *, layers: Collection[int] | None = None) -> _Model:
     """Let a model read and write texts of any length, in constant memory, without training.
 
     Every layer with full attention attends in blocks of half the training length: a query sees the keys of its own
@@ -45,7 +42,6 @@ def blockwise(
             attention interface, and its positions are rotary, or none.
         training_length: Number of tokens that it was trained to read, even; by default what its configuration says:
             `original_max_position_embeddings` where positions were stretched, else `max_position_embeddings`.
-        sinks: Number of first tokens of a text that stay visible (StreamingLLM); 0 is the only one so far.
         layers: Indices of the layers that read in blocks, of those with full attention; all of them by default. Others
             keep full attention, and memory grows with them.
 
@@ -64,17 +60,18 @@ def blockwise(
     _check_kind(model)
     config = model.config.get_text_config()
     length = _training_length(config, training_length)
-    if sinks:
-        raise ValueError(f"sinks = {sinks}: 0 is the only number that is implemented.")
     function = ModelFunction(config._attn_implementation)
-    _check_positions(model)
     with _refused(model, "reading a few tokens through transformers' attention interface failed"):
         seen = probe.examine(model, function.of)
     _check_attention(model, seen)
+    _check_positions(model)
     full = [index for index, window in seen.windows.items() if window is None or window > length]
     chosen = _chosen_layers(model, full, layers)
     decoder = _decoder(model, seen.modules[0])
-    problem = probe.check_cache(model, chosen)
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:  # others may swallow them
+        raise ValueError(f"{type(model).__name__} {_REFUSAL}: it counts positions by itself, and takes none.")
+    with _refused(model, "reading a few tokens with a DynamicCache failed"):
+        problem = probe.check_cache(model, chosen)
     if problem is not None:
         raise ValueError(f"{type(model).__name__} cannot be made blockwise: {problem}.")
     angles = [ExactAngles(module, length) for module in modules_with_angles(decoder)]
@@ -109,10 +106,30 @@ def restore(model: _Model) -> _Model:
     reader, angles = getattr(decoder, _ATTRIBUTE)
     for each in (reader, *angles):
         each.remove()
-    model.config.get_text_config()._attn_implementation_internal = reader.implementation
-    del model._prepare_cache_for_generation
+    decoder.config._attn_implementation_internal = reader.implementation
+    for module in model.modules():  # the model itself, or one that it wraps
+        vars(module).pop("_prepare_cache_for_generation", None)
     delattr(decoder, _ATTRIBUTE)
     return model
+
+
+@contextlib.contextmanager
+def attending_with(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """Let a model, in blocks or not, attend with another of transformers' attention functions for a while."""
+    reader = reader_of(model)
+    before = model.config._attn_implementation if reader is None else reader.implementation
+    change = model.set_attn_implementation if reader is None else reader.attend_with
+    try:
+        change(implementation)
+        yield
+    finally:
+        change(before)
+
+
+def reader_of(model: nn.Module) -> Reader | None:
+    """Return what lets a model read in blocks; `None` if it was not made blockwise."""
+    decoder = _find(model)
+    return None if decoder is None else getattr(decoder, _ATTRIBUTE)[0]
 
 
 def _find(model: nn.Module) -> Any:
@@ -141,9 +158,9 @@ def _refused(model: PreTrainedModel, what: str) -> Iterator[None]:
     """Turn any error of a model's code into a sentence; sentences are left as they are."""
     try:
         yield
-    except ValueError:
-        raise
     except Exception as error:  # code that was not written for this raises anything
+        if isinstance(error, ValueError) and _REFUSAL in str(error):
+            raise
         raise ValueError(
             f"{type(model).__name__} cannot be made blockwise: {what} ({type(error).__name__}: {plain(error)})."
         ) from error
@@ -163,7 +180,8 @@ def _check_positions(model: PreTrainedModel) -> None:
                 f"{type(model).__name__} cannot be made blockwise: it does not take position_ids, or has a table of "
                 f"positions ({plain(error)}); its positions must be rotary, or none."
             ) from error
-    tolerance = torch.finfo(near.dtype).eps ** 0.5 * float(near.abs().max())
+    # Without angles, positions have no effect at all, or one that half precision may hide.
+    tolerance = _rounding(near) if modules_with_angles(model) else 0.0
     if not float((near - far).abs().max()) <= tolerance:
         raise ValueError(
             f"{type(model).__name__} cannot be made blockwise: it knows at which position a text begins; its "
@@ -171,10 +189,17 @@ def _check_positions(model: PreTrainedModel) -> None:
         )
 
 
+def _rounding(logits: torch.Tensor) -> float:
+    """Return the difference up to which two ways to compute logits count as the same; models have float32 angles."""
+    return max(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32)) ** 0.5 * float(logits.abs().max())
+
+
 def _training_length(config: Any, given: int | None) -> int:
     """Return the training length in tokens."""
-    stretched = (getattr(config, "rope_parameters", None) or {}).get("original_max_position_embeddings")
-    known = stretched or getattr(config, "original_max_position_embeddings", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    of_layers = [each for each in parameters.values() if isinstance(each, dict)]  # of each kind of layer its own
+    stretched = [each.get("original_max_position_embeddings") for each in (parameters, *of_layers)]
+    known = next(filter(None, stretched), None) or getattr(config, "original_max_position_embeddings", None)
     known = known or getattr(config, "max_position_embeddings", None)
     length = known if given is None else given
     if length is None:
@@ -196,7 +221,8 @@ def _check_attention(model: PreTrainedModel, seen: probe.Probe) -> None:
     name = type(model).__name__
     if not seen.modules and not seen.unmasked:
         raise ValueError(
-            f"{name} cannot be made blockwise: it does not attend through transformers' attention interface."
+            f"{name} cannot be made blockwise: it does not leave masks and attention to transformers' attention "
+            "interface."
         )
     if seen.unmasked or not seen.is_causal:
         what = type((seen.unmasked or seen.modules)[0]).__name__
@@ -223,12 +249,15 @@ def _chosen_layers(model: PreTrainedModel, full: Collection[int], layers: Collec
 
 
 def _decoder(model: PreTrainedModel, attention: nn.Module) -> Any:
-    """Return the module that holds the list of the layers to which an attention module belongs."""
+    """Return the model that holds the list of the layers to which an attention module belongs."""
     name = next(name for name, module in model.named_modules() if module is attention)
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         if isinstance(model.get_submodule(".".join(parts[:end])), nn.ModuleList):
-            return model.get_submodule(".".join(parts[: end - 1]))
+            parts = parts[: end - 1]
+            while not isinstance(module := model.get_submodule(".".join(parts)), PreTrainedModel):
+                parts = parts[:-1]  # a stack of layers within the model that makes masks for it
+            return module
     raise ValueError(f"{type(model).__name__} cannot be made blockwise: its layers are no list of modules.")
 
 
@@ -253,20 +282,31 @@ def _try(
     config._attn_implementation_internal = reader.name
     try:
         with torch.no_grad(), probe.evaluating(model):
-            whole = model(input_ids=ids, use_cache=False).logits
-            pieces, cache = [], None
-            for piece in ids.split([5, 1, 3, 1, 1], dim=1):
-                output = model(input_ids=piece, past_key_values=cache, use_cache=True)
-                cache = output.past_key_values
-                pieces.append(output.logits)
+            whole, pieces = model(input_ids=ids, use_cache=False).logits, _in_pieces(model, ids)
     finally:
         config._attn_implementation_internal = implementation
         reader.remove()
-    tolerance = torch.finfo(expected.dtype).eps ** 0.5 * float(expected.abs().max())
-    for what, found in (("in one pass", whole), ("with its cache", torch.cat(pieces, dim=1))):
+    tolerance = _rounding(expected)
+    for what, found in (("in one pass", whole), ("with its cache", pieces)):
         difference = float((found - expected).abs().max())
-        if not difference <= tolerance:
+        if difference <= tolerance:
+            continue
+        with torch.no_grad(), probe.evaluating(model):
+            own = model(input_ids=ids, use_cache=False).logits - _in_pieces(model, ids)
+        if found is pieces and not float(own.abs().max()) <= tolerance:
             raise ValueError(
-                f"{type(model).__name__} cannot be made blockwise: its logits {what} differ by {difference:.2g} from "
-                "those of a dense mask, so its layers do more than attend to the keys that they are given."
+                f"{type(model).__name__} cannot be made blockwise: its logits in pieces, with a cache, are not "
+                "those of one pass, also without blocks."
             )
+        raise ValueError(
+            f"{type(model).__name__} cannot be made blockwise: its logits {what} differ by {difference:.2g} from "
+            "those of a dense mask, so its layers do more than attend to the keys that they are given."
+        )
+
+
+def _in_pieces(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
+    """Return the logits of a text that a model reads in several pieces, with a cache."""
+    cache, logits = DynamicCache(config=model.config.get_text_config()), []
+    for piece in ids.split([5, 1, 3, 1, 1], dim=1):
+        logits.append(model(input_ids=piece, past_key_values=cache, use_cache=True).logits)
+    return torch.cat(logits, dim=1)

@@ -8,11 +8,24 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, causal_mask_function, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 _NAME = "lex_hf_probe"
+_REPLACEABLE = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 
 
 @dataclass(frozen=True)
@@ -20,8 +33,12 @@ class _Mask:
     """What a layer gets in the place of a mask: the mask, and for which layers it was made."""
 
     mask: Any
-    window: int | None
-    is_causal: bool
+    window: int | None = None
+    is_causal: bool = True
+
+    def __getitem__(self, index: Any) -> "_Mask":
+        """Keep all queries: some models drop those of which no logits are wanted, and here all are."""
+        return self
 
 
 @dataclass
@@ -52,7 +69,10 @@ def examine(model: PreTrainedModel, function: Callable[..., Any]) -> Probe:
     implementation = model.config.get_text_config()._attn_implementation
     masks = ALL_MASK_ATTENTION_FUNCTIONS.get(implementation, eager_mask)
 
+    masked: list[int | None] = []
+
     def mask(*args: Any, **kwargs: Any) -> _Mask:
+        masked.append(kwargs.get("local_size"))
         is_causal = kwargs.get("local_size") is not None or kwargs.get("mask_function") is causal_mask_function
         return _Mask(masks(*args, **kwargs), kwargs.get("local_size"), is_causal and not kwargs.get("use_vmap"))
 
@@ -60,14 +80,20 @@ def examine(model: PreTrainedModel, function: Callable[..., Any]) -> Probe:
         if isinstance(attention_mask, _Mask):
             probe.modules.append(module)
             probe.is_causal &= attention_mask.is_causal
-            probe.windows[getattr(module, "layer_idx", -1)] = attention_mask.window
+            index = getattr(module, "layer_idx", None)
+            probe.windows[-1 if index is None else index] = attention_mask.window
             attention_mask = attention_mask.mask
         else:
             probe.unmasked.append(module)
         return function(module)(module, query, key, value, attention_mask, **kwargs)
 
     with reading_as(model, mask, attend), torch.no_grad(), evaluating(model):
-        model(input_ids=tokens(model, 4), use_cache=False)
+        try:
+            model(input_ids=tokens(model, 4), use_cache=False)
+        except Exception:
+            # With a mask and before any attention: then the model's own code works on masks.
+            if not masked or probe.modules or probe.unmasked:
+                raise
     return probe
 
 
@@ -129,15 +155,15 @@ def logits_of_blocks(
     def in_blocks(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return key // block >= query // block - 1
 
-    def mask(*args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    def mask(*args: Any, **kwargs: Any) -> _Mask:
         own, window = masks(*args, **kwargs), kwargs.get("local_size")
         if window is not None and window <= bound:
-            return own, own
+            return _Mask((own, own))
         dense = {"mask_function": and_masks(causal_mask_function, in_blocks), "allow_is_causal_skip": False}
-        return own, masks(*args, **{**kwargs, **dense, "local_size": None})
+        return _Mask((own, masks(*args, **{**kwargs, **dense, "local_size": None})))
 
     def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-        chosen = attention_mask[module.layer_idx in layers]
+        chosen = attention_mask.mask[module.layer_idx in layers]
         return function(module)(module, query, key, value, chosen, **kwargs)
 
     with reading_as(model, mask, attend), torch.no_grad(), evaluating(model):
@@ -149,8 +175,10 @@ def check_cache(model: PreTrainedModel, layers: Collection[int]) -> str | None:
     cache = DynamicCache(config=model.config.get_text_config())
     with torch.no_grad(), evaluating(model):
         model(input_ids=tokens(model, 4), use_cache=True, past_key_values=cache)
-    for index in layers:
-        layer: Any = cache.layers[index] if index < len(cache.layers) else None
-        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer) or not layer.is_initialized:
+    kept: dict[int, Any] = {index: cache.layers[index] if index < len(cache.layers) else None for index in layers}
+    for index, layer in kept.items():
+        if type(layer) not in (*_REPLACEABLE, DummyLayer) or not layer.is_initialized:
             return f"layer {index} keeps its past in a {type(layer).__name__}"
+    if all(isinstance(layer, DummyLayer) for layer in kept.values()):
+        return f"layers {list(kept)} attend to what other layers keep"
     return None

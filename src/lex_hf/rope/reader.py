@@ -10,6 +10,7 @@ import copy
 import inspect
 import itertools
 import sys
+import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,16 +19,17 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lex_hf.model.attention_lex import Fold, Planner, Step
 from lex_hf.model.batch_lex import PACKED, Batch, Movable
 from lex_hf.model.functions_lex import AttentionFunction, eager_attention_forward
-from lex_hf.model.masking_lex import BlockwisePattern
+from lex_hf.model.layers_lex import by_column
+from lex_hf.model.masking_lex import BlockwisePattern, FullPattern, SlidingPattern
 from lex_hf.model.positions_lex import PositionScheme
-from lex_hf.rope.block_cache import adopt
+from lex_hf.rope.block_cache import BlockCacheLayer, adopt
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,13 @@ class Reading(Movable):
     Attributes:
         plan: The plan of this forward pass.
         is_cached: Whether keys and values come from the cache, which has put the tokens of each row first.
+        returns_weights: Whether attention weights are requested; they take queries × keys of memory.
         full: The mask of layers that keep full attention, as their own attention function takes it.
     """
 
     plan: Fold | Step
     is_cached: bool
+    returns_weights: bool = False
     full: torch.Tensor | None = None
 
 
@@ -53,8 +57,18 @@ def new_name() -> str:
     return f"lex_hf_blockwise_{next(_NUMBERS)}"
 
 
+def _forget(name: str) -> None:
+    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        registry._global_mapping.pop(name, None)
+
+
 class Reader:
     """The attention implementation of one model.
+
+    Attributes:
+        pattern: The attention pattern of layers that read in blocks.
+        patterns: That of each layer that attends.
+        bound: Training length in tokens, and the longest window of a layer that keeps its own attention.
 
     Args:
         decoder: The module whose forward pass makes masks and calls the layers.
@@ -74,24 +88,37 @@ class Reader:
         bound: int,
         implementation: str,
     ) -> None:
-        self.name, self.implementation, self.bound = new_name(), implementation, bound
+        self.name, self.bound = new_name(), bound
         self.pattern = BlockwisePattern(block)
         self.layers = frozenset(layers)
         self.is_all = self.layers == set(windows)
-        self.keeps_full = any(
-            window is None or window > bound for index, window in windows.items() if index not in layers
-        )
+        self.patterns = [
+            self.pattern if index in layers else FullPattern() if window is None else SlidingPattern(window)
+            for index, window in sorted(windows.items())
+        ]
+        self.keeps_full = [
+            index
+            for index, window in windows.items()
+            if index not in self.layers and (window is None or window > bound)
+        ]
         self.config: Any = decoder.config
         self.scheme = PositionScheme(self.config)
         self.signature = inspect.signature(decoder.forward)
-        self.function = ModelFunction(implementation)
+        self.attend_with(implementation)
         self.waiting: Reading | None = None
+        self.cache: Cache | None = None  # of the forward pass that `waiting` is for
         self.was_taken = False
         self._hooks: list[Any] = []
+
+    def attend_with(self, implementation: str) -> None:
+        """Take another of transformers' attention functions."""
+        self.implementation = implementation
+        self.function = ModelFunction(implementation)
 
     def install(self, decoder: PreTrainedModel) -> None:
         """Register the functions and the hooks."""
         self._register()
+        weakref.finalize(decoder, _forget, self.name)  # a model may be deleted without being restored
         self._hooks = [
             decoder.register_forward_pre_hook(self.begin, with_kwargs=True),
             decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True),
@@ -101,12 +128,16 @@ class Reader:
         AttentionInterface.register(self.name, self.attend)
         AttentionMaskInterface.register(self.name, self.mask)
 
+    @property
+    def key_fields(self) -> tuple[tuple[str, Any], ...]:
+        """Names and values of the fields of the configuration that decide how cached keys are rotated."""
+        return (("rope_parameters", getattr(self.config, "rope_parameters", None)), ("training_length", self.bound))
+
     def remove(self) -> None:
         """Undo [`Reader.install`]."""
         for hook in self._hooks:
             hook.remove()
-        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-            registry._global_mapping.pop(self.name, None)
+        _forget(self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Reader":
         """Copy for a copy of the model, whose functions are registered under another name."""
@@ -115,7 +146,7 @@ class Reader:
         other.name = new_name()
         other.config = copy.deepcopy(self.config, memo)
         other.config._attn_implementation_internal = other.name
-        other.waiting, other._hooks = None, copy.deepcopy(self._hooks, memo)
+        other.waiting, other.cache, other._hooks = None, None, copy.deepcopy(self._hooks, memo)
         other._register()
         return other
 
@@ -128,27 +159,39 @@ class Reader:
         kwargs = {**dict(zip(self.signature.parameters, args, strict=False)), **kwargs}
         states = kwargs.get("inputs_embeds")
         if states is None:
+            if kwargs.get("input_ids") is None:
+                return (), kwargs  # the model says what it needs
             states = kwargs["input_ids"].unsqueeze(-1)
         mask, positions = _given(kwargs.get("attention_mask")), kwargs.get("position_ids")
+        # Layers that are computed again get no cache from transformers, whatever the model was given.
+        if decoder.training and decoder.is_activation_checkpointing:
+            kwargs |= {"use_cache": False, "past_key_values": None}
         cache, layer = self._cache(kwargs), None
+        blocks: list[BlockCacheLayer] = []
         if cache is not None:
-            layer = cache.layers[min(self.layers)]
+            blocks = [each for each in cache.layers if isinstance(each, BlockCacheLayer)]
+            layer = blocks[0]
         batch = Batch.of(states, mask, positions, layer)
         if batch.document is not None and cache is not None:
             if kwargs.get("past_key_values") is not None:
                 raise ValueError(PACKED)
-            cache, layer = None, None
+            cache, layer, blocks = None, None, []
             batch = Batch.of(states, mask, positions, None)
             kwargs["use_cache"] = False
         kwargs |= {"past_key_values": cache, "attention_mask": mask}
+        if "logits_to_keep" in self.signature.parameters:
+            kwargs["logits_to_keep"] = None  # a number would let layers drop queries that are in the plan
         if positions is None:  # by itself, a model counts padding
             kwargs["position_ids"] = batch.positions_by_column(states.device)
-        if cache is not None:
-            for index in self.layers:
-                cache.layers[index].batch = batch
+        for each in blocks:
+            each.batch = batch
         planner = Planner(self.pattern, self.scheme, self.function, decoder.dtype, states.device)
         (plan,) = planner.plan([batch], layer)
-        self.waiting = Reading(plan, is_cached=layer is not None)
+        wants_weights = kwargs.get("output_attentions")
+        if wants_weights is None:
+            wants_weights = self.config.output_attentions
+        self.waiting = Reading(plan, is_cached=layer is not None, returns_weights=bool(wants_weights))
+        self.cache = cache
         self.was_taken = False
         return (), kwargs
 
@@ -158,7 +201,7 @@ class Reader:
         Raises:
             RuntimeError: If the pass went by without the plan.
         """
-        was_taken, self.waiting, self.was_taken = self.was_taken, None, False
+        was_taken, self.waiting, self.was_taken, self.cache = self.was_taken, None, False, None
         if output is not None and not was_taken:
             raise RuntimeError(
                 f"{type(decoder).__name__} did not read in blocks: its attention implementation is now "
@@ -172,7 +215,12 @@ class Reader:
             use_cache = getattr(self.config, "use_cache", False)
         if cache is None and not use_cache:
             return None
-        return self._adopted(DynamicCache(config=self.config) if cache is None else cache)
+        return self.new_cache() if cache is None else self._adopted(cache)
+
+    def new_cache(self, max_cache_len: int | None = None) -> Cache:
+        """Make an empty cache; with room for so many tokens, all memory is allocated once."""
+        plain = DynamicCache(config=self.config) if max_cache_len is None else StaticCache(self.config, max_cache_len)
+        return self._adopted(plain)
 
     def _adopted(self, cache: Any) -> Cache:
         return adopt(cache, dict.fromkeys(sorted(self.layers), self.pattern), self.name)
@@ -208,6 +256,9 @@ class Reader:
         self.was_taken = True
         if not self.keeps_full:
             return self.waiting
+        if self.cache is not None:  # transformers took the sizes of any layer without a window
+            length, offset = self.cache.get_mask_sizes(kwargs["q_length"], self.keeps_full[0])
+            kwargs |= {"kv_length": length, "kv_offset": offset}
         return replace(self.waiting, full=self._own_mask(*args, **kwargs))
 
     def _own_mask(self, *args: Any, **kwargs: Any) -> Any:
@@ -242,8 +293,11 @@ class Reader:
         kwargs.pop("sliding_window", None)
         kwargs.pop("is_causal", None)
         function = partial(self.function, module, **kwargs)
-        output, _ = plan.attend(function, query, key, value, dense=False, scaling=scaling, dropout=dropout)
-        return rows.restore(output).transpose(1, 2).contiguous(), None
+        dense = attention_mask.returns_weights
+        output, weights = plan.attend(function, query, key, value, dense=dense, scaling=scaling, dropout=dropout)
+        if weights is not None:
+            weights, _ = by_column(rows.restore(weights), value, plan.key_order(value.shape[2]))
+        return rows.restore(output).transpose(1, 2).contiguous(), weights
 
 
 def _given(mask: Any) -> torch.Tensor | None:
@@ -290,5 +344,7 @@ class ModelFunction(AttentionFunction):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply attention; see [`AttentionFunction`]."""
+        if mask is None and self.implementation == "eager":
+            mask = query.new_zeros(1, 1, 1, 1)  # some models' own functions add it whatever it is
         output, weights = self.of(module)(module, query, key, value, mask, is_causal=causal, **kwargs)
         return output.transpose(1, 2), weights

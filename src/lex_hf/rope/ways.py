@@ -4,10 +4,12 @@ Three scale the frequencies of the rotation, two give far pairs positions that t
 is near. Each is as in its paper; those of this file that have no implementation in transformers are slow references.
 """
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
@@ -108,7 +110,8 @@ def _windowed(model: PreTrainedModel, size: Size) -> Iterator[Reading]:
 def _in_blocks(sinks: int) -> Callable[[PreTrainedModel, Size], AbstractContextManager[Reading]]:
     @contextmanager
     def read(model: PreTrainedModel, size: Size) -> Iterator[Reading]:
-        blockwise(model, size.training_length, sinks=sinks)
+        added: dict[str, Any] = {"sinks": sinks} if sinks else {}
+        blockwise(model, size.training_length, **added)
         try:
             yield Reading(model, _plain_cache(model))
         finally:
@@ -151,6 +154,11 @@ def _blocks(tokens: int, length: int) -> int:
     return length
 
 
+_WITH_SINKS = {
+    "blockwise-sinks": Way(lambda size: f"blockwise, {SINKS} sinks", _in_blocks(SINKS), _blocks, is_bounded=True)
+}
+_HAVE_SINKS = "sinks" in inspect.signature(blockwise).parameters
+
 WAYS: Mapping[str, Way] = MappingProxyType(
     {
         "unchanged": Way(lambda size: "full attention, unchanged", _unchanged, _all, is_bounded=False),
@@ -183,6 +191,6 @@ WAYS: Mapping[str, Way] = MappingProxyType(
         "blockwise": Way(
             lambda size: f"blockwise, blocks of {size.training_length // 2}", _in_blocks(0), _blocks, is_bounded=True
         ),
-        "blockwise-sinks": Way(lambda size: f"blockwise, {SINKS} sinks", _in_blocks(SINKS), _blocks, is_bounded=True),
     }
+    | (_WITH_SINKS if _HAVE_SINKS else {})
 )
