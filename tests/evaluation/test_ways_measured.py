@@ -53,7 +53,7 @@ def test_all_ways_are_measured(result: WaysResult) -> None:
     for way in result.ways:
         assert way.problem is None
         assert way.tokens == (8, 8, 48, 32 + 8, 5)
-        assert (way.memory == "bounded") == (way.way in ("sliding", "streaming", "blockwise", "blockwise-sinks"))
+        assert (way.memory == "bounded") == (way.way in ("sliding", "streaming", "blockwise"))
 
 
 def test_bytes_by_formula_are_those_counted_in_caches(result: WaysResult) -> None:

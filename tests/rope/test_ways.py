@@ -101,7 +101,7 @@ def test_regions_suit_other_families(kind: str) -> None:
         torch.testing.assert_close(logits_of(model, ids), expected, **TOLERANCE)
 
 
-@pytest.mark.parametrize("name", [name for name in WAYS if name not in ("linear", "yarn", "blockwise-sinks")])
+@pytest.mark.parametrize("name", [name for name in WAYS if name not in ("linear", "yarn")])
 def test_texts_of_the_training_length_are_read_as_before_and_models_are_left(name: str) -> None:
     """Interpolation alone changes them."""
     model, ids = rope_model(), ids_of(LENGTH)

@@ -21,6 +21,7 @@ from lex_hf.evaluation import plots
 from lex_hf.evaluation.loading import evaluating, load_for_evaluation
 from lex_hf.evaluation.texts import encode
 from lex_hf.rope import probe
+from lex_hf.rope.blockwise import training_length_of
 from lex_hf.rope.reader import ModelFunction
 from lex_hf.rope.ways import WAYS, Reading, Size, Way
 
@@ -180,15 +181,10 @@ def known_length(model: PreTrainedModel, given: int | None) -> int:
     Raises:
         ValueError: If there is none, or it is not an even number of at least 8.
     """
-    config = model.config.get_text_config()
-    parameters = getattr(config, "rope_parameters", None) or {}
-    known = parameters.get("original_max_position_embeddings") or getattr(config, "max_position_embeddings", None)
-    length = known if given is None else given
-    if length is None:
-        raise ValueError("training_length: the configuration of the model does not say it; give it, in tokens.")
-    if length < 8 or length % 2:
+    length = training_length_of(model.config.get_text_config(), given)
+    if length < 8:
         raise ValueError(f"training_length = {length}: it must be an even number of tokens, at least 8.")
-    return int(length)
+    return length
 
 
 def _chosen(ways: Sequence[str] | None) -> list[str]:

@@ -59,7 +59,7 @@ def blockwise(model: _Model, training_length: int | None = None, *, layers: Coll
     """
     _check_kind(model)
     config = model.config.get_text_config()
-    length = _training_length(config, training_length)
+    length = training_length_of(config, training_length)
     function = ModelFunction(config._attn_implementation)
     with _refused(model, "reading a few tokens through transformers' attention interface failed"):
         seen = probe.examine(model, function.of)
@@ -194,8 +194,12 @@ def _rounding(logits: torch.Tensor) -> float:
     return max(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32)) ** 0.5 * float(logits.abs().max())
 
 
-def _training_length(config: Any, given: int | None) -> int:
-    """Return the training length in tokens."""
+def training_length_of(config: Any, given: int | None = None) -> int:
+    """Return a training length in tokens: the one given, or what the configuration of a decoder says.
+
+    Raises:
+        ValueError: If there is none, or it is not an even number of at least 2.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     of_layers = [each for each in parameters.values() if isinstance(each, dict)]  # of each kind of layer its own
     stretched = [each.get("original_max_position_embeddings") for each in (parameters, *of_layers)]

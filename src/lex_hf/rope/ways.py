@@ -4,7 +4,6 @@ Three scale the frequencies of the rotation, two give far pairs positions that t
 is near. Each is as in its paper; those of this file that have no implementation in transformers are slow references.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -107,17 +106,13 @@ def _windowed(model: PreTrainedModel, size: Size) -> Iterator[Reading]:
         yield Reading(model, new_cache)
 
 
-def _in_blocks(sinks: int) -> Callable[[PreTrainedModel, Size], AbstractContextManager[Reading]]:
-    @contextmanager
-    def read(model: PreTrainedModel, size: Size) -> Iterator[Reading]:
-        added: dict[str, Any] = {"sinks": sinks} if sinks else {}
-        blockwise(model, size.training_length, **added)
-        try:
-            yield Reading(model, _plain_cache(model))
-        finally:
-            restore(model)
-
-    return read
+@contextmanager
+def _in_blocks(model: PreTrainedModel, size: Size) -> Iterator[Reading]:
+    blockwise(model, size.training_length)
+    try:
+        yield Reading(model, _plain_cache(model))
+    finally:
+        restore(model)
 
 
 def self_extend_of(size: Size) -> tuple[regions.Region, ...]:
@@ -154,11 +149,6 @@ def _blocks(tokens: int, length: int) -> int:
     return length
 
 
-_WITH_SINKS = {
-    "blockwise-sinks": Way(lambda size: f"blockwise, {SINKS} sinks", _in_blocks(SINKS), _blocks, is_bounded=True)
-}
-_HAVE_SINKS = "sinks" in inspect.signature(blockwise).parameters
-
 WAYS: Mapping[str, Way] = MappingProxyType(
     {
         "unchanged": Way(lambda size: "full attention, unchanged", _unchanged, _all, is_bounded=False),
@@ -189,8 +179,7 @@ WAYS: Mapping[str, Way] = MappingProxyType(
             is_bounded=True,
         ),
         "blockwise": Way(
-            lambda size: f"blockwise, blocks of {size.training_length // 2}", _in_blocks(0), _blocks, is_bounded=True
+            lambda size: f"blockwise, blocks of {size.training_length // 2}", _in_blocks, _blocks, is_bounded=True
         ),
     }
-    | (_WITH_SINKS if _HAVE_SINKS else {})
 )
