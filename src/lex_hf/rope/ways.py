@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
