@@ -53,7 +53,7 @@ def test_all_lengths_are_checked_before_a_measurement() -> None:
 
 def test_a_pair_is_measured_at_the_length_of_the_first(folders: tuple[str, str]) -> None:
     loading = {"device": "cpu"}
-    a, b = measure_pair(folders, (None, "full"), TEXTS, loading=loading, options=QUIET)
+    a, b = measure_pair(folders, (loading, {**loading, "attention_pattern": "full"}), TEXTS, options=QUIET)
     assert (a.length, b.length) == (14, 14)
     expected = compute_perplexity(_model(), byte_tokenizer(), TEXTS, length=14, progress=False)
     assert a.nll == pytest.approx(expected.nll, rel=1e-6)
@@ -65,10 +65,10 @@ def test_pairs_that_cannot_be_compared_fail_before_a_measurement(
 ) -> None:
     monkeypatch.delattr("lex_hf.evaluation.sweep.measure_perplexity")
     with pytest.raises(ValueError, match="too few pairs, 1"):
-        measure_pair(folders, (None, None), TEXTS[:1], loading={"device": "cpu"}, options=QUIET)
+        measure_pair(folders, ({"device": "cpu"},) * 2, TEXTS[:1], options=QUIET)
     pair = (folders[0], str(tmp_path / "nothing"))
     with pytest.raises((ValueError, OSError), match="nothing"):
-        measure_pair(pair, (None, None), TEXTS, loading={"device": "cpu"}, options=QUIET)
+        measure_pair(pair, ({"device": "cpu"},) * 2, TEXTS, options=QUIET)
 
 
 def test_a_model_is_loaded_with_each_pattern(folders: tuple[str, str]) -> None:
