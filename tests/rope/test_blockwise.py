@@ -67,6 +67,16 @@ def test_logits_are_those_of_a_dense_mask(kind: str, attention: str) -> None:
     torch.testing.assert_close(model(short).logits, restore(model)(short).logits, **TOLERANCE)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")  # of PyTorch itself
+def test_flex_attention_gives_the_same_logits() -> None:
+    ids, mask = ids_of(2, 6 * BLOCK + 3), torch.ones(2, 6 * BLOCK + 3, dtype=torch.long)
+    mask[0, :3] = 0
+    flex, eager = (blockwise(rope_model("llama", attention)) for attention in ("flex_attention", "eager"))
+    with torch.no_grad():
+        found, expected = (model(ids, attention_mask=mask).logits[mask == 1] for model in (flex, eager))
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
 @settings(max_examples=25)
 @given(
     kind=st.sampled_from(KINDS),

@@ -19,7 +19,10 @@ class AttentionFunction:
         self.takes_masks = "flash" not in implementation
         # One call for a query in each row; other functions gain nothing, or take no mask.
         self.suits_single_queries = implementation == "sdpa"
-        self._function = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
+
+    def of(self, module: nn.Module) -> Any:
+        """Return the function itself, for an attention module."""
+        return ALL_ATTENTION_FUNCTIONS.get_interface(self.implementation, eager_attention_forward)
 
     def masks_later_keys(self, is_square: bool) -> bool:
         """Return whether the function itself hides keys after their query.
@@ -88,7 +91,7 @@ class AttentionFunction:
         if self.implementation == "flex_attention" and mask is not None:
             # It takes what is added to scores under this name, and the mask without heads.
             kwargs["position_bias"], mask = mask.expand(*query.shape[:3], key.shape[2]), None
-        output, weights = self._function(module, query, key, value, mask, is_causal=causal, **kwargs)
+        output, weights = self.of(module)(module, query, key, value, mask, is_causal=causal, **kwargs)
         # flex_attention returns log-sum-exps in this place.
         return output.transpose(1, 2), weights if weights is not None and weights.dim() == 4 else None
 

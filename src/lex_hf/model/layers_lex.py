@@ -136,5 +136,6 @@ class LexDecoderLayer(GradientCheckpointingLayer):
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), plan, **kwargs)
         dropping = self.dropout.training  # a call that does nothing takes time, too
         hidden_states = hidden_states + (self.dropout(attended) if dropping else attended)
+        del attended  # the feed-forward layer needs the most memory
         transformed = self.mlp(self.post_attention_layernorm(hidden_states))
         return hidden_states + (self.dropout(transformed) if dropping else transformed)

@@ -72,9 +72,10 @@ def examine(model: PreTrainedModel, function: Callable[..., Any]) -> Probe:
     masked: list[int | None] = []
 
     def mask(*args: Any, **kwargs: Any) -> _Mask:
-        masked.append(kwargs.get("local_size"))
-        is_causal = kwargs.get("local_size") is not None or kwargs.get("mask_function") is causal_mask_function
-        return _Mask(masks(*args, **kwargs), kwargs.get("local_size"), is_causal and not kwargs.get("use_vmap"))
+        own, window = masks(*args, **kwargs), kwargs.get("local_size")
+        masked.append(window)
+        is_causal = window is not None or kwargs.get("mask_function") is causal_mask_function
+        return _Mask(own, window, is_causal and not kwargs.get("use_vmap"))
 
     def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
         if isinstance(attention_mask, _Mask):

@@ -339,12 +339,11 @@ class ModelFunction(AttentionFunction):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        mask: torch.Tensor | None,
-        causal: bool,
+        mask: Any,
+        *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply attention; see [`AttentionFunction`]."""
         if mask is None and self.implementation == "eager":
             mask = query.new_zeros(1, 1, 1, 1)  # some models' own functions add it whatever it is
-        output, weights = self.of(module)(module, query, key, value, mask, is_causal=causal, **kwargs)
-        return output.transpose(1, 2), weights
+        return super().__call__(module, query, key, value, mask, *args, **kwargs)
