@@ -12,7 +12,7 @@ the slots after it: slot s belongs to block s div h. A fold attends separately i
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -67,12 +67,20 @@ class Planner:
             (batch,) = pieces
             return [Step.make(self, batch, layer) if batch.length == 1 else self._fold_by_row(batch, layer)]
         fill, block = 0 if layer is None else layer.fill, self.pattern.block
-        plans: list[Fold | Step] = []
+        folds: list[Fold] = []
         for piece in pieces:
             fill = next_slot(fill, block)
-            plans.append(self._fold(piece, fill))
+            alike = next((fold for fold in folds if (fold.fill, fold.batch.length) == (fill, piece.length)), None)
+            folds.append(self._fold(piece, fill) if alike is None else self._continued(alike, piece))
             fill = slots_in_use(fill + piece.length, block)
-        return plans
+        return list(folds)
+
+    def _continued(self, alike: "Fold", piece: Batch) -> "Fold":
+        """Plan a later piece of a text, whose tokens lie in the same slots: masks and factors are shared."""
+        assert isinstance(piece.before, int)
+        assert isinstance(alike.batch.before, int)
+        distance = piece.before - alike.batch.before
+        return replace(alike, batch=piece, rotation=self.scheme.advance(alike.rotation, distance))
 
     def _fold(self, batch: Batch, fill: int) -> "Fold":
         """Plan the tokens of rows that have read equally many, from slot `fill` on."""

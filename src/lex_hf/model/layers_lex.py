@@ -14,7 +14,7 @@ from .attention_lex import Fold, Step
 from .functions_lex import AttentionFunction
 from .linear_lex import LexLinear, suits_parts
 
-_MLP_TOKENS = 1024  # that a feed-forward layer takes at once, where it takes them in parts
+_MLP_TOKENS = 512  # that a feed-forward layer takes at once, where it takes them in parts
 
 
 class LexMLP(nn.Module):

@@ -10,6 +10,7 @@ of blocks: its exponents are *offsets* from the second block of the pair.
 """
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -78,6 +79,15 @@ class PositionScheme(nn.Module):
             dtype: Dtype of the states.
         """
         return Rotation()
+
+    def advance(self, rotation: Rotation, distance: int) -> Rotation:
+        """Return the rotation of tokens in the same slots of a later pair of blocks.
+
+        Args:
+            rotation: What [`PositionScheme.rotation`] returned.
+            distance: Number of tokens from its positions to the later ones.
+        """
+        return rotation
 
     def check_length(self, length: int, block: int | None, dtype: torch.dtype) -> None:
         """Check that a text of `length` tokens is within the reach of the scheme.
@@ -182,6 +192,12 @@ class RotaryScheme(PositionScheme):
         scale = torch.exp(_column(offsets, decay.device) * decay).unsqueeze(-1)
         query, key = ((factors * exact).to(positions.device, dtype) for exact in (scale, 1 / scale))
         return Rotation(query, key, previous)
+
+    def advance(self, rotation: Rotation, distance: int) -> Rotation:
+        """Turn the factors of queries and keys further; see [`PositionScheme.advance`]."""
+        assert rotation.query is not None
+        angle = torch.tensor(self._angle, dtype=torch.float64, device="cpu") * distance
+        return replace(rotation, turn=torch.stack((angle.cos(), angle.sin()), dim=-1).to(rotation.query))
 
     def _constants(
         self, positions: torch.Tensor, block: int | None, dtype: torch.dtype

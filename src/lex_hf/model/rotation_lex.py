@@ -17,11 +17,13 @@ class Rotation(Movable):
         key: Factors of keys, same shape.
         decay: What keys are multiplied by when their block becomes the previous one, shape `(head_dim,)`; `None` if
             nothing changes.
+        turn: A further complex factor of queries and keys, shape `(head_dim / 2, 2)`; `None` for none.
     """
 
     query: torch.Tensor | None = None
     key: torch.Tensor | None = None
     decay: torch.Tensor | None = None
+    turn: torch.Tensor | None = None
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries and keys.
@@ -35,7 +37,10 @@ class Rotation(Movable):
         """
         if self.query is None or self.key is None:
             return query, key
-        return rotate(query, self.query), rotate(key, self.key)
+        return rotate(query, self._turned(self.query)), rotate(key, self._turned(self.key))
+
+    def _turned(self, factors: torch.Tensor) -> torch.Tensor:
+        return factors if self.turn is None else rotate(factors.flatten(-2), self.turn).view_as(factors)
 
     def scales(self, before: int, size: int) -> torch.Tensor | None:
         """Return what keys of a block and of the `before` slots before it are multiplied by, `(slots, head_dim)`."""
