@@ -154,6 +154,25 @@ def test_tokens_are_taken_back(read_first: int, removed: int, again: int) -> Non
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
+@pytest.mark.parametrize("is_static", [False, True])
+def test_rows_change_places(texts: torch.Tensor, is_static: bool) -> None:
+    """As in beam search, and when a row is left out."""
+    model, first, order = blockwise(model_of(), sinks=SINKS), SINKS + 2 * BLOCK, torch.tensor([2, 0, 0])
+    cache = reader_of(model).new_cache(64 if is_static else None)  # type: ignore[union-attr]
+    read(model, texts, [first], cache)
+    cache.reorder_cache(order)
+    rest = texts[:, first:]
+    found = read(model, rest, [1] * rest.shape[1], cache)
+    with torch.no_grad():
+        expected = model(torch.cat((texts[order, :first], rest), dim=1), use_cache=False).logits[:, first:]
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    if is_static:
+        cache.reset()
+        torch.testing.assert_close(
+            read(model, texts, [1] * first, cache), read(model, texts, [first], None), **TOLERANCE
+        )
+
+
 def test_a_long_text_is_as_exact_as_a_short_one(texts: torch.Tensor) -> None:
     """Keys of sinks are turned from what they were, not on and on."""
     model = blockwise(model_of().to(torch.float64), sinks=SINKS)
@@ -196,9 +215,9 @@ def test_a_cache_is_saved_and_read(texts: torch.Tensor, tmp_path: Any) -> None:
     read(model, texts, [first], cache)
     save_cache(cache, model, tmp_path / "cache.safetensors")
     loaded = load_cache(tmp_path / "cache.safetensors", model)
-    with torch.no_grad():
-        expected = model(texts[:, first:], past_key_values=cache).logits
-        torch.testing.assert_close(model(texts[:, first:], past_key_values=loaded).logits, expected, rtol=0, atol=0)
+    rest = texts[:, first:]
+    expected, found = (read(model, rest, [1] * rest.shape[1], each) for each in (cache, loaded))
+    assert torch.equal(found, expected)
     with pytest.raises(ValueError, match="another model"):
         load_cache(tmp_path / "cache.safetensors", blockwise(model_of(), 2 * BLOCK))
 
