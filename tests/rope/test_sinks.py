@@ -1,6 +1,7 @@
 """Sinks: the first tokens of a text stay visible just before every pair of blocks, as a loop over pairs has it."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel
 
 from lex_hf import blockwise, load_cache, restore, save_cache
+from lex_hf.model.cache_layer_lex import ROLLBACK
 from lex_hf.model.masking_lex import BlockwisePattern
 from lex_hf.rope import probe
 from lex_hf.rope.blockwise import reader_of
@@ -152,6 +154,24 @@ def test_tokens_are_taken_back(read_first: int, removed: int, again: int) -> Non
         found = model(other[:, read_first - removed :], past_key_values=cache).logits
         expected = model(other, use_cache=False).logits[:, read_first - removed :]
     torch.testing.assert_close(found, expected, **TOLERANCE)
+
+
+def test_as_many_tokens_are_taken_back_as_are_remembered() -> None:
+    model = blockwise(model_of(), sinks=SINKS)
+    ids = torch.randint(2, VOCABULARY, (1, 2 * ROLLBACK), generator=torch.Generator().manual_seed(6))
+    cache = reader_of(model).new_cache()  # type: ignore[union-attr]
+    read(model, ids, [5], cache)
+    cache.activate_past_recording()
+    read(model, ids[:, 5:], [*[1] * 100, ids.shape[1] - 105], cache)
+    with pytest.raises(ValueError, match="can give back at most") as error:
+        cache.crop(1 - ids.shape[1])
+    most = int(re.search(r"at most (\d+)", str(error.value))[1])  # type: ignore[index]
+    assert most >= ROLLBACK
+    cache.crop(-most)
+    kept = ids.shape[1] - most
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, kept:]
+    torch.testing.assert_close(read(model, ids[:, kept:], [1] * 20, cache), expected[:, :20], **TOLERANCE)
 
 
 @pytest.mark.parametrize("is_static", [False, True])
