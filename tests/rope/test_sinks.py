@@ -9,7 +9,7 @@ import torch
 from helpers.architectures import tiny_model
 from helpers.rope_models import VOCABULARY, rope_model
 from helpers.slow_rope import SlowModel
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel
 
@@ -81,6 +81,7 @@ def test_logits_are_those_of_a_loop_over_pairs(
     padded=st.lists(st.integers(0, 40), max_size=10),
     is_static=st.booleans(),
 )
+@example(kind="llama", pieces=[2, 9, 1, 1, 15, 1, 1], padded=[], is_static=True)
 def test_pieces_and_padding_change_nothing(
     kind: str,
     pieces: list[int],
