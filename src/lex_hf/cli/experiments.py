@@ -138,7 +138,10 @@ def _reproduce_ways(
     if as_json:
         print_json({kind: result.to_dict() for kind, result in results.items()})
     else:
-        console.print(*map(tables, results.values()), sep="\n")
+        console.print(*(tables(result.ways) for result in results.values()), sep="\n")
+        for result in results.values():
+            shares = ", ".join(f"{share:.1%}" for share in result.first_tokens[:, :, 0].mean(dim=1).tolist())
+            console.print(f"{result.ways.model}: the first token draws {shares} of the attention, by layer")
 
 
 def _seeds(text: str) -> list[int]:

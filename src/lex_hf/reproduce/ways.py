@@ -1,19 +1,26 @@
 """Ways to read beside each other on models that are trained here: a tiny Llama and a tiny GPT-NeoX.
 
-Both are trained on 128 bytes at a time of the sources of Python's standard library, and read the beginnings of files
-that were held back, 16 times as long, in every way that needs no training.
+Both are trained on 128 tokens at a time, the start token and 127 bytes of the sources of Python's standard library.
+They read the beginnings of files that were held back, 16 times as long, in every way that needs no training. The start
+token comes to draw attention wherever there is nothing else to attend to, and how much is measured, too.
 """
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from datasets import Dataset
+from matplotlib.figure import Figure
 from rich.console import Console
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 
+from lex_hf.data.packing import pack
 from lex_hf.data.tokenizers import byte_tokenizer
+from lex_hf.evaluation import plots
+from lex_hf.evaluation.first_tokens import attention_to_first_tokens, even_share
 from lex_hf.evaluation.loading import load_for_evaluation
 from lex_hf.evaluation.texts import encode
 from lex_hf.evaluation.ways import WaysResult, measure_ways
@@ -25,6 +32,7 @@ from lex_hf.reproduce.tiny import (
     RECIPE,
     STEPS,
     TRAINING_LENGTH,
+    Corpus,
     check_seeds,
     check_steps,
     standard_library,
@@ -39,10 +47,35 @@ NAME = "ways-to-read"
 KINDS = {"llama": "Llama", "gpt_neox": "GPT-NeoX"}
 LONGEST = 16 * TRAINING_LENGTH
 TEXTS = 8
+# With a first token that is the same in every example, these make it draw attention (arXiv 2410.10781).
+SINK_RECIPE = {"learning_rate": 5e-3, "weight_decay": 0.1}
 _CHECKPOINTS, _LOGS = 10, 15  # of a training
 
 
-def run(folder: Path, *, steps: int = STEPS, seed: int = 0, console: Console) -> dict[str, WaysResult]:
+@dataclass(frozen=True)
+class TinyResult:
+    """What was measured of a tiny model.
+
+    Attributes:
+        ways: Perplexity by position, memory and time of all ways to read.
+        first_tokens: Mean attention weights of the first quarter of texts of the training length, shape
+            `(layers, heads, places)`; see [`attention_to_first_tokens`].
+    """
+
+    ways: WaysResult
+    first_tokens: Tensor
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the ways, with the shares of attention that the very first token draws, by layer and head."""
+        return self.ways.to_dict() | {"attention_to_first_token": self.first_tokens[:, :, 0].tolist()}
+
+    def plot_first_tokens(self) -> Figure:
+        """Draw the attention that first tokens draw."""
+        title = f"{self.ways.model}: attention to the first tokens of {self.ways.training_length}"
+        return plots.attention_to_first_tokens(self.first_tokens, even_share(self.ways.training_length), title=title)
+
+
+def run(folder: Path, *, steps: int = STEPS, seed: int = 0, console: Console) -> dict[str, TinyResult]:
     """Train what is missing, and measure all ways; leave models, numbers and pictures in a folder.
 
     Args:
@@ -61,19 +94,35 @@ def run(folder: Path, *, steps: int = STEPS, seed: int = 0, console: Console) ->
     check_steps(steps)
     check_seeds([seed])
     for kind in KINDS:
-        check_measurements(folder, f"{NAME}-{kind}")
+        check_measurements(folder, f"{NAME}-{kind}", f"{NAME}-{kind}-first-tokens")
         _check_model(folder / kind, steps, seed)
     corpus = standard_library()
-    examples, results = corpus.examples(), {}
-    for kind, title in KINDS.items():
-        _train(kind, folder / kind, examples, steps, seed, console)
-        model, tokenizer = load_for_evaluation(str(folder / kind))
-        documents = encode(model, tokenizer, corpus.test_texts()[:TEXTS], add_start_token=True, max_length=LONGEST)
-        texts = [each.tokens for each in documents]
-        result = measure_ways(model, texts, name=f"tiny {title}, {steps} steps", report=console.print)
-        write_measurements(folder, f"{NAME}-{kind}", result.to_dict(), {f"{NAME}-{kind}": result.plot})
-        results[kind] = result
+    examples, results = examples_with_start(corpus), {}
+    for kind in KINDS:
+        train_model(kind, folder / kind, examples, steps=steps, seed=seed, console=console)
+        results[kind] = _measure(kind, folder, corpus, steps, console)
     return results
+
+
+def examples_with_start(corpus: Corpus) -> Dataset:
+    """Return the training files as examples of `TRAINING_LENGTH` tokens, each of which begins with the start token."""
+    tokenizer = byte_tokenizer()
+    bytes_alone = pack(corpus.documents(), tokenizer, TRAINING_LENGTH - 1)
+    return bytes_alone.map(lambda row: {"input_ids": [tokenizer.bos_token_id, *row["input_ids"]]})
+
+
+def _measure(kind: str, folder: Path, corpus: Corpus, steps: int, console: Console) -> TinyResult:
+    """Measure a model that was trained, and leave numbers and pictures."""
+    model, tokenizer = load_for_evaluation(str(folder / kind))
+    documents = encode(model, tokenizer, corpus.test_texts()[:TEXTS], add_start_token=True, max_length=LONGEST)
+    texts = [each.tokens for each in documents]
+    beginnings = torch.stack([text[:TRAINING_LENGTH] for text in texts])
+    ways = measure_ways(model, texts, name=f"tiny {KINDS[kind]}, {steps} steps", report=console.print)
+    result = TinyResult(ways, attention_to_first_tokens(model, beginnings))
+    name = f"{NAME}-{kind}"
+    pictures = {name: ways.plot, f"{name}-first-tokens": result.plot_first_tokens}
+    write_measurements(folder, name, result.to_dict(), pictures)
+    return result
 
 
 def model_config(kind: str) -> Any:
@@ -107,17 +156,30 @@ def _check_model(folder: Path, steps: int, seed: int) -> None:
             )
 
 
-def _train(kind: str, folder: Path, examples: Dataset, steps: int, seed: int, console: Console) -> None:
-    """Train a model and save it, from its last checkpoint if there is one; one that is there is left as it is."""
+def train_model(kind: str, folder: Path, examples: Dataset, *, steps: int, seed: int = 0, console: Console) -> None:
+    """Train a model and save it, from its last checkpoint if there is one; one that is there is left as it is.
+
+    Args:
+        kind: `"llama"` or `"gpt_neox"`.
+        folder: Its folder.
+        examples: From [`examples_with_start`].
+        steps: Optimiser steps, of 16 examples.
+        seed: Seed of weights and of the order of examples.
+        console: Where to say what is being done.
+
+    Raises:
+        KeyboardInterrupt: If training was stopped; the same call resumes it.
+        ValueError: If the folder holds a checkpoint of other settings.
+    """
     if (folder / DONE).is_file():
         return
     console.print(
-        f"{KINDS[kind]}: training for {steps} steps of {EXAMPLES_PER_STEP} examples of {TRAINING_LENGTH} bytes"
+        f"{KINDS[kind]}: training for {steps} steps of {EXAMPLES_PER_STEP} examples of {TRAINING_LENGTH} tokens"
     )
     join_processes(folder)
     arguments = training_arguments(
         folder,
-        **tiny_training(steps),
+        **tiny_training(steps) | SINK_RECIPE,
         per_device_train_batch_size=EXAMPLES_PER_STEP // PartialState().num_processes,
         logging_steps=max(1, steps // _LOGS),
         save_steps=max(1, steps // _CHECKPOINTS),
