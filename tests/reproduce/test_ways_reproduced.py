@@ -50,7 +50,7 @@ def test_two_models_are_trained_once_and_measured(folder: Path) -> None:
 def test_examples_begin_with_the_start_token() -> None:
     library = ways.standard_library()
     few = replace(library, train=library.train[:3])
-    rows = torch.tensor(ways.examples_with_start(few)["input_ids"][:])
+    rows = torch.tensor(ways.examples_with_start(few.documents())["input_ids"][:])
     assert rows.shape[1] == ways.TRAINING_LENGTH
     assert (rows[:, 0] == byte_tokenizer().bos_token_id).all()
     joined = torch.tensor(few.examples()["input_ids"][:]).flatten()  # the same bytes, cut elsewhere
