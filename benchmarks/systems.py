@@ -22,8 +22,8 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from lex_hf import LexCache, LexConfig, LexModel
+from lex_hf.model.masking_lex import BlockwisePattern
 from lex_hf.model.modeling_lex import CHUNK
-from lex_hf.model.slots_lex import slots_in_use
 
 _ENDLESS = 2**20  # no model is to end before the benchmark does
 
@@ -186,7 +186,7 @@ def _keys_in_window(settings: Settings, read: int) -> int:
 
 
 def _keys_in_pair(settings: Settings, read: int) -> int:
-    return slots_in_use(read + 1, settings.block)
+    return BlockwisePattern(settings.block).slots_in_use(read + 1)
 
 
 def _no_keys(settings: Settings, read: int) -> int:

@@ -10,7 +10,7 @@ from helpers.rope_models import LENGTH, VOCABULARY, dense_mask
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 
-from lex_hf import blockwise
+from lex_hf import blockwise, restore
 
 BLOCK = LENGTH // 2
 TOKENS, PADDING = 27, 6  # tokens of the first row, and how many fewer the second has
@@ -109,6 +109,10 @@ def test_logits_are_those_of_dense_masks(kind: str, monkeypatch: pytest.MonkeyPa
     for logits in padded:
         torch.testing.assert_close(logits[:1], long, **TOLERANCE)
         torch.testing.assert_close(logits[1:, PADDING:], short, **TOLERANCE)
+    blockwise(restore(model), LENGTH, sinks=1)
+    with torch.no_grad():
+        whole = model(texts[0], use_cache=False).logits
+        torch.testing.assert_close(read(model, texts[0], [9, 2, 7, 9], ones), whole, **TOLERANCE)
 
 
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 3}], ids=["greedy", "beams"])

@@ -122,7 +122,7 @@ def _reach(patterns: Sequence[FullPattern], position: int) -> int:
     oldest = position
     for pattern in reversed(patterns):
         span = pattern.block
-        if span is None:
+        if span is None or pattern.sinks:
             return position + 1
         oldest -= oldest % span + span if isinstance(pattern, BlockwisePattern) else span - 1
         oldest = max(0, oldest)

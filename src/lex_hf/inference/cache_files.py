@@ -18,6 +18,7 @@ from lex_hf.rope.blockwise import reader_of
 
 FORMAT = "lex_hf cache 3"
 _STATE = ("keys", "values", "fill", "lengths", "padding", "columns")
+_SINKS = ("sink_keys", "sink_values")
 _SAMPLE = 64  # numbers of each weight whose bits and places a fingerprint holds, beside a sum over all bits
 
 
@@ -80,7 +81,8 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> Cache:
             size = metadata["max_cache_len"]
             cache = _new_cache(model, int(size) if size else None)
             for index, layer in enumerate(cache.layers):
-                _restore(layer, {name: file.get_tensor(f"{index}.{name}") for name in _STATE})
+                names = (*_STATE, *_SINKS) if layer.pattern.sinks else _STATE
+                _restore(layer, {name: file.get_tensor(f"{index}.{name}") for name in names})
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or corrupt ({error}): save it again with save_cache.") from error
     return cache
@@ -99,12 +101,14 @@ def _state(layer: LexCacheLayer) -> dict[str, torch.Tensor]:
     # The storage of full attention may be twice as long as the text.
     end = layer.keys.shape[2] if layer.is_preallocated or layer.block is not None else int(counts["lengths"].max())
     states = {name: getattr(layer, name)[:, :, :end].contiguous() for name in ("keys", "values")}
-    return {**states, **counts}
+    return {**states, **counts, **dict(zip(_SINKS, layer.sinks or (), strict=False))}
 
 
 def _restore(layer: LexCacheLayer, state: dict[str, torch.Tensor]) -> None:
     """Make an empty layer the one whose state this is."""
     layer.lazy_initialization(state["keys"][:, :, :0], state["values"][:, :, :0])
+    for name, sinks in zip(_SINKS, layer.sinks or (), strict=False):
+        sinks.copy_(state[name])
     if layer.is_preallocated:
         for name in ("keys", "values", "lengths", "padding", "columns"):
             getattr(layer, name).copy_(state[name])

@@ -70,6 +70,11 @@ def read_part(
             "Layers with full attention need the keys of the whole text: load the model with "
             "attention_pattern='blockwise' or 'sliding', or make all of its layers blockwise."
         )
+    if any(layer.pattern.sinks for layer in cache.layers if isinstance(layer, LexCacheLayer)):
+        raise ValueError(
+            "Sinks are the first tokens of a text, which only the first process reads: make the model blockwise with "
+            "sinks=0 for context parallelism."
+        )
     start, stop = part_of(input_ids.shape[1], math.lcm(*blocks), rank, size)
     kind = _HandedOver if reader is None else _HandedOverBlocks
     cache.layers = [kind(layer.pattern, group, layer.origin) for layer in cache.layers]

@@ -24,11 +24,15 @@ from .functions_lex import AttentionFunction, additive_mask, attention_weights
 from .masking_lex import FullPattern
 from .positions_lex import PositionScheme
 from .rotation_lex import Rotation, scaled
-from .slots_lex import next_slot, next_slots, slots_in_use, spread
+from .slots_lex import spread
 
 # (query, key, value, mask, is_causal, scaling=, dropout=) -> (output, weights or None), with states of the shape
 # (batch, heads, sequence, head_dim): an `AttentionFunction` whose module is given.
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+# (key, distance) -> key: rotated keys `(batch, heads, keys, head_dim)` as if their tokens stood so many tokens later,
+# shape `(batch or 1, keys or 1)`.
+Turn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,13 @@ class Planner:
         if layer is not None and isinstance(pieces[0].before, torch.Tensor):
             (batch,) = pieces
             return [Step.make(self, batch, layer) if batch.length == 1 else self._fold_by_row(batch, layer)]
-        fill, block = 0 if layer is None else layer.fill, self.pattern.block
+        fill = 0 if layer is None else layer.fill
         folds: list[Fold] = []
         for piece in pieces:
-            fill = next_slot(fill, block)
+            fill = self.pattern.next_slot(fill)
             alike = next((fold for fold in folds if (fold.fill, fold.batch.length) == (fill, piece.length)), None)
             folds.append(self._fold(piece, fill) if alike is None else self._continued(alike, piece))
-            fill = slots_in_use(fill + piece.length, block)
+            fill = self.pattern.slots_in_use(fill + piece.length)
         return list(folds)
 
     def _continued(self, alike: "Fold", piece: Batch) -> "Fold":
@@ -86,6 +90,11 @@ class Planner:
         """Plan the tokens of rows that have read equally many, from slot `fill` on."""
         assert isinstance(batch.before, int)
         self.scheme.check_length(batch.before + batch.length, self.pattern.block, self.dtype)
+        if batch.document is not None and self.pattern.sinks:
+            raise ValueError(
+                f"position_ids pack several documents in a row, and each would need {self.pattern.sinks} sinks of its "
+                "own: pass one document in each row, or make the model blockwise without sinks."
+            )
         block = self.pattern.block if batch.document is None else self.pattern.packed_block
         slots = torch.arange(fill, fill + batch.length, device=self.device)
         return Fold.divide(self, batch, block, fill, batch.length, self.rotation(batch, slots, block))
@@ -98,7 +107,7 @@ class Planner:
         computed for nothing. Full attention has no blocks to fold: there, the new queries alone meet all slots.
         """
         assert isinstance(batch.before, torch.Tensor)
-        fills, width = next_slots(batch.before, layer.block), layer.width_before(batch)
+        fills, width = self.pattern.next_slots(batch.before), layer.width_before(batch)
         end, slots = width + batch.length, fills[:, None] + torch.arange(batch.length, device=self.device)
         self.scheme.check_length(end, layer.block, self.dtype)
         rotation = self.rotation(batch, slots, layer.block)
@@ -157,6 +166,7 @@ class Fold(Movable):
         scales: What the keys of each part are multiplied by, shape `(key, head_dim)`; `None` if they stay as they are.
         rotation: What queries and keys are rotated by.
         fills: Slots of each row in use, shape `(batch,)`, where they differ.
+        sinks: Number of the first slots that all queries see. Keys of a part other than the head come after theirs.
     """
 
     batch: Batch
@@ -167,6 +177,7 @@ class Fold(Movable):
     scales: tuple[torch.Tensor | None, ...]
     rotation: Rotation
     fills: torch.Tensor | None = None
+    sinks: int = 0
 
     @classmethod
     def divide(
@@ -180,20 +191,21 @@ class Fold(Movable):
         fills: torch.Tensor | None = None,
     ) -> "Fold":
         """Divide `length` tokens, which continue at slot `fill`, into head, blocks and tail."""
-        block = block or fill + length  # full attention is one block
+        block, sinks = block or fill + length, planner.pattern.sinks  # full attention is one block
         # Not min(): of a length that is a symbol, a compiler then knows which it is, and that nothing is left.
-        head = length if length <= 2 * block - fill else 2 * block - fill
+        room = sinks + 2 * block - fill
+        head = length if length <= room else room
         blocks, tail = (length - head) // block, (length - head) % block
         parts = [
             (0, head, 1, planner.pattern.first_key(fill)),
-            (head, block, blocks, block),
-            (head + blocks * block, tail, 1, block + blocks * block),
+            (head, block, blocks, sinks + block),
+            (head + blocks * block, tail, 1, sinks + block + blocks * block),
         ]
         parts = [part for part in parts if part[1] and part[2]]
         # In the head all exponents count from one place; any other block counts from itself.
         scales = [rotation.scales(block, size) if start else None for start, size, _, _ in parts]
         masks, causal = zip(*(_mask(planner, batch, fill, *part) for part in parts), strict=True)
-        return cls(batch, fill, tuple(parts), masks, causal, tuple(scales), rotation, fills)
+        return cls(batch, fill, tuple(parts), masks, causal, tuple(scales), rotation, fills, sinks)
 
     def key_order(self, width: int) -> torch.Tensor | None:
         """Return the slot of each key in the order that users see; `None` if it is that of slots.
@@ -217,6 +229,7 @@ class Fold(Movable):
         value: torch.Tensor,
         *,
         dense: bool,
+        turn: Turn | None = None,
         **options: float,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply attention to head, blocks and tail.
@@ -228,6 +241,7 @@ class Fold(Movable):
                 `(batch, num_key_value_heads, slots, head_dim)`.
             value: As `key`.
             dense: Whether to return the weights, which takes queries × slots of memory.
+            turn: How keys of sinks come to stand before another block; `None` if there are none.
             options: `scaling`, the factor on the scores, and `dropout`, the probability with which a weight becomes
                 zero.
 
@@ -236,15 +250,21 @@ class Fold(Movable):
         """
         function = partial(function, **options)
         if self.fills is None or self.fill:
-            return self._attend(function, query, key, value, dense)
+            return self._attend(function, query, key, value, dense, turn)
         # Over the slots of the whole text, in which every row has its queries at its own place.
         blank = query.new_zeros((*query.shape[:2], key.shape[2] - query.shape[2], query.shape[3]))
-        output, weights = self._attend(function, spread(query, self.fills, blank), key, value, dense)
+        output, weights = self._attend(function, spread(query, self.fills, blank), key, value, dense, turn)
         index = (self.fills[:, None] + torch.arange(self.batch.length, device=query.device))[:, None, :, None]
         return output.take_along_dim(index, dim=2), None if weights is None else weights.take_along_dim(index, dim=2)
 
     def _attend(
-        self, function: Attend, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dense: bool
+        self,
+        function: Attend,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        dense: bool,
+        turn: Turn | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         outputs, weights = [], []
         for part, mask, causal, scales in zip(self.parts, self.masks, self.causal, self.scales, strict=True):
@@ -254,12 +274,26 @@ class Fold(Movable):
             keys, values = (
                 _windows(states.narrow(2, first_key, before + size * count), before, count) for states in (key, value)
             )
-            output, of_part = function(queries, scaled(keys, scales), values, mask, causal)
+            keys = scaled(keys, scales)
+            if start and turn is not None:
+                keys, values = self._with_sinks(keys, key, part, turn), self._with_sinks(values, value, part, None)
+            output, of_part = function(queries, keys, values, mask, causal)
             # As attention functions leave it, so that the output projection need not copy.
             outputs.append(_unfolded(output.transpose(1, 2), count))
             weights.append(of_part)
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return output.transpose(1, 2), self._dense_weights(weights, query.shape[2], key.shape[2]) if dense else None
+
+    def _with_sinks(
+        self, states: torch.Tensor, text: torch.Tensor, part: tuple[int, int, int, int], turn: Turn | None
+    ) -> torch.Tensor:
+        """Put the sinks, the first slots of a text, before the keys or values of each block of a part."""
+        _, size, count, first_key = part
+        sinks = text[:, :, : self.sinks].repeat_interleave(count, dim=0)
+        if turn is not None:
+            distances = first_key - self.sinks + size * torch.arange(count, device=text.device)
+            sinks = turn(sinks, distances.repeat(len(text))[:, None])
+        return torch.cat((sinks, states), dim=2)
 
     def _dense_weights(self, weights: list[torch.Tensor | None], queries: int, slots: int) -> torch.Tensor | None:
         """Spread the weights of all parts over a query × key matrix."""
@@ -270,7 +304,9 @@ class Fold(Movable):
             assert part is not None
             for index, block in enumerate(part.unflatten(0, (-1, count)).unbind(1)):
                 query, key = (place + index * size for place in (start, first_key))
-                dense[:, :, query : query + size, key : key + block.shape[3]] = block
+                sinks = self.sinks if start else 0
+                dense[:, :, query : query + size, :sinks] = block[..., :sinks]
+                dense[:, :, query : query + size, key : key + block.shape[3] - sinks] = block[..., sinks:]
         return dense
 
 
@@ -279,6 +315,8 @@ def _mask(
 ) -> tuple[torch.Tensor | None, bool]:
     """Return the mask of a part of a fold, and whether it is plain causal attention instead."""
     before = fill + start - first_key
+    if start:
+        before += planner.pattern.sinks
     slots = torch.arange(before + size, device=planner.device)
     bias = planner.bias(slots[before:], slots, before + size)
     if batch.document is not None:
@@ -338,12 +376,17 @@ class Step(Movable):
             slots, query, key = positions, positions[:, None], torch.arange(end, device=planner.device)
             seen, bound, own = planner.pattern.visible(query, key), end, None
         else:
-            slots, query, bound = positions % (2 * block), positions[:, None] % block + block, 2 * block
-            own = torch.arange(2, device=planner.device) == (positions // block % 2)[:, None]
-            key = (
-                torch.arange(2 * block, device=planner.device).view(2, block) % block + block * own[:, :, None]
-            ).flatten(1)
-            exists = (own | (positions >= block)[:, None]).repeat_interleave(block, dim=1)
+            sinks, bound = planner.pattern.sinks, planner.pattern.sinks + 2 * block
+            slots, place = planner.pattern.ring_slots(positions), positions - sinks
+            query = (place % block + block + sinks)[:, None]
+            own = torch.arange(2, device=planner.device) == (place // block % 2)[:, None]
+            key = torch.arange(2 * block, device=planner.device).view(2, block) % block + block * own[:, :, None]
+            key = key.flatten(1) + sinks
+            exists = (own | (place >= block)[:, None]).repeat_interleave(block, dim=1)
+            if sinks:
+                query = torch.where(place[:, None] < 0, positions[:, None], query)
+                key = torch.cat((torch.arange(sinks, device=planner.device).expand(batch.size, -1), key), dim=1)
+                exists = torch.cat((exists.new_ones((batch.size, sinks)), exists), dim=1)
             seen = planner.pattern.visible(query, key) & exists[:, None]
         mask = additive_mask(seen, planner.bias(query, key, bound), planner.dtype)
         rotation = planner.rotation(batch, query, block)
@@ -365,6 +408,7 @@ class Step(Movable):
         value: torch.Tensor,
         *,
         dense: bool,
+        turn: Turn | None = None,
         **options: float,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply attention; arguments and results as for [`Fold.attend`], `key` and `value` are the ring's."""

@@ -10,6 +10,10 @@ p mod 2h, nothing ever moves, and a mask says what a query meets. One compiled g
 Keys are stored rotated for their absolute position. What xPos scales is relative to a block: keys of the previous
 block are multiplied by constants, when they move to the first place of a pair, or in a ring by way of the query.
 Full attention is one block without an end, in storage that doubles when it is full.
+
+A pattern may have *sinks*, the first tokens of a text, which lie in the slots before the blocks and stay. They are
+kept as they came, too, and turned to stand just before the pair of blocks whenever that moves (StreamingLLM,
+arXiv 2309.17453, §3.2).
 """
 
 from collections.abc import Callable
@@ -22,7 +26,7 @@ from transformers.cache_utils import CacheLayerMixin
 from .batch_lex import Batch, Counts, as_tensor, by_row
 from .masking_lex import FullPattern
 from .rotation_lex import scaled
-from .slots_lex import append, next_slots, slots_in_use, spread, take
+from .slots_lex import append, spread, take
 
 ROLLBACK = 256  # tokens that can be taken back over borders of blocks while the past is recorded
 
@@ -50,6 +54,8 @@ class LexCacheLayer(CacheLayerMixin):
         padding: Checksum of the columns that were read as padding.
         columns: Number of columns of input read, padding included; if preallocated, a tensor without axes.
         record_past: Whether to remember what moves of blocks change, for [`LexCacheLayer.crop`].
+        sinks: Keys and values of the sinks as they came, shape `(batch, num_key_value_heads, sinks, head_dim)`; `None`
+            if the pattern has none.
         past: If so, keys and values of the pair of blocks at the last crop and of all tokens since, as they were
             written, and what scales keys of a block that becomes the previous one.
         takes_pieces: Whether `update` may be called several times in one forward pass.
@@ -69,6 +75,7 @@ class LexCacheLayer(CacheLayerMixin):
         if max_cache_len is not None:
             self.lengths, self.padding, self.columns = (torch.zeros((), dtype=torch.long) for _ in range(3))
         self.record_past = False
+        self.sinks: tuple[torch.Tensor, torch.Tensor] | None = None
         self.past: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     @property
@@ -91,7 +98,7 @@ class LexCacheLayer(CacheLayerMixin):
     @property
     def slots(self) -> int | None:
         """Number of slots of the storage; `None` if it grows."""
-        return self.max_cache_len if self.block is None else 2 * self.block
+        return self.max_cache_len if self.block is None else self.pattern.slots
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the storage.
@@ -106,6 +113,9 @@ class LexCacheLayer(CacheLayerMixin):
         with torch.inference_mode(False):  # so that a text begun in inference mode may be continued outside of it
             self.keys = torch.zeros((*size, width), dtype=self.dtype, device=self.device)
             self.values = torch.zeros((*size, value_states.shape[3]), dtype=self.dtype, device=self.device)
+            if self.pattern.sinks:
+                begin = self.pattern.sinks
+                self.sinks = self.keys[:, :, :begin].clone(), self.values[:, :, :begin].clone()
             if self.is_preallocated:
                 # Copies of each layer's own tensors: equal constants of a compiled graph would become one tensor.
                 lengths, padding, columns = map(self._count, COUNTS)
@@ -125,8 +135,12 @@ class LexCacheLayer(CacheLayerMixin):
         """Mark the tensors that stay where they are; otherwise CUDA graphs cannot be replayed."""
         self.batch_size = self.keys.shape[0]
         if self.is_preallocated and not torch.compiler.is_compiling():
-            for tensor in (self.keys, self.values, self.lengths, self.padding, self.columns):
+            for tensor in (*self._states(), self.lengths, self.padding, self.columns):
                 torch._dynamo.mark_static_address(tensor)
+
+    def _states(self) -> list[torch.Tensor]:
+        """Keys and values in storage."""
+        return [self.keys, self.values, *(self.sinks or ())]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -189,15 +203,19 @@ class LexCacheLayer(CacheLayerMixin):
         self, key: torch.Tensor, value: torch.Tensor, batch: Batch, decay: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store tokens of rows that have read equally many, after the pair of blocks."""
+        assert isinstance(batch.before, int)
         self._make_room(decay)
-        end = self.fill + batch.length
+        end, first = self.fill + batch.length, batch.before - self.fill
         self._reserve(end)
         self._remember(key, value, batch, decay)
         counts = batch.counts
+        for sinks, states in zip(self.sinks or (), (key, value), strict=False):
+            new = sinks[:, :, self.fill : end]
+            new.copy_(states.detach()[:, :, : new.shape[2]])
         if self.is_preallocated or isinstance(counts, torch.Tensor):
             keys, values = append(self.keys, key, self.fill), append(self.values, value, self.fill)
             ends = self.fill + as_tensor(counts, batch.size, key.device)
-            self._store_ring(keys.detach(), values.detach(), ends, batch.before - self.fill, decay)
+            self._store_ring(keys.detach(), values.detach(), ends, first, decay)
             return keys, values
         if end <= self.keys.shape[2] and not (torch.is_grad_enabled() and key.requires_grad):
             self.keys.narrow(2, self.fill, batch.length).copy_(key)
@@ -205,8 +223,8 @@ class LexCacheLayer(CacheLayerMixin):
             keys, values = self.keys.narrow(2, 0, end), self.values.narrow(2, 0, end)
         else:
             keys, values = append(self.keys, key, self.fill), append(self.values, value, self.fill)
-            self._store_pair(keys.detach(), values.detach(), self.fill + counts, decay)
-        self.fill = slots_in_use(self.fill + counts, self.block)
+            self._store_pair(keys.detach(), values.detach(), self.fill + counts, first, decay)
+        self.fill = self.pattern.slots_in_use(self.fill + counts)
         return keys, values
 
     def _append_by_row(
@@ -214,16 +232,18 @@ class LexCacheLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store several tokens of rows that have read different numbers of them: the blocks as a pair, then these."""
         assert isinstance(batch.before, torch.Tensor)
-        fills = next_slots(batch.before, self.block)
+        fills = self.pattern.next_slots(batch.before)
         width = self.width_before(batch)
         self._reserve(width + batch.length)
         first = batch.before - fills
         slot = torch.arange(width, device=key.device)
         if self.block is not None:
-            slot = (slot + first[:, None]) % (2 * self.block)
+            slot = self.pattern.ring_slots(slot + first[:, None] * (slot >= self.pattern.sinks))
         keys, values = (
             spread(new, fills, take(stored, slot, width)) for new, stored in ((key, self.keys), (value, self.values))
         )
+        if self.sinks is not None:
+            keys, values = self._with_sinks(keys, values, fills, first)
         if decay is not None and self.block is not None:
             previous = scaled(keys[:, :, : self.block], decay)
             is_stored = torch.arange(self.block, device=key.device) < fills[:, None]
@@ -235,7 +255,7 @@ class LexCacheLayer(CacheLayerMixin):
     def width_before(self, batch: Batch) -> int:
         """Return an upper bound of the slots that rows use before new tokens, after room was made."""
         if self.block is not None:
-            return 2 * self.block - 1
+            return self.pattern.sinks + 2 * self.block - 1
         return int(self.columns) if self.max_cache_len is None else self.max_cache_len - batch.length
 
     def _write_token(self, key: torch.Tensor, value: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -243,8 +263,10 @@ class LexCacheLayer(CacheLayerMixin):
         assert isinstance(batch.before, torch.Tensor)
         end = self.width_before(batch) + 1
         self._reserve(end)
-        row, slot = torch.arange(batch.size, device=key.device), batch.before % end
+        row, slot = torch.arange(batch.size, device=key.device), self.pattern.ring_slots(batch.before)
         stored = []
+        if self.sinks is not None:
+            self._write_sink(key, value, batch)
         for storage, states in ((self.keys, key), (self.values, value)):
             new = states[:, :, 0].detach()
             if batch.real is not None:
@@ -263,29 +285,90 @@ class LexCacheLayer(CacheLayerMixin):
         with torch.inference_mode(False):  # as for the first allocation
             self.keys, self.values = F.pad(self.keys, (0, 0, 0, extra)), F.pad(self.values, (0, 0, 0, extra))
 
+    def _with_sinks(
+        self, keys: torch.Tensor, values: torch.Tensor, fills: torch.Tensor, first: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Note the sinks among new tokens, and turn those of each row to its pair of blocks.
+
+        Args:
+            keys: Keys of slots 0, 1, …, shape `(batch, num_key_value_heads, slots, head_dim)`.
+            values: As `keys`.
+            fills: Slots of each row in use before the new tokens, shape `(batch,)`.
+            first: How far each row's pair of blocks has moved, same shape.
+        """
+        assert self.sinks is not None
+        is_new = (torch.arange(self.pattern.sinks, device=keys.device) >= fills[:, None])[:, None, :, None]
+        whole = []
+        for index, states in enumerate((keys, values)):
+            new, rest = states.tensor_split([self.pattern.sinks], dim=2)
+            new = torch.where(is_new, new, self.sinks[index])
+            self.sinks[index].copy_(new.detach())
+            whole.append(torch.cat((self.turned(index, new, first[:, None]), rest), dim=2))
+        return whole[0], whole[1]
+
+    def _write_sink(self, key: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
+        """Note new tokens that are sinks, one for each row, and turn those of each row to its pair of blocks."""
+        assert self.sinks is not None
+        assert isinstance(batch.before, torch.Tensor)
+        sinks = torch.arange(self.pattern.sinks, device=key.device)
+        is_new = batch.before[:, None] == sinks
+        if batch.real is not None:
+            is_new &= batch.real[:, -1:]
+        first = self.pattern.pair_starts(batch.before)[:, None]
+        for index, (states, storage) in enumerate(((key, self.keys), (value, self.values))):
+            kept = self.sinks[index]
+            kept.copy_(torch.where(is_new[:, None, :, None], states.detach(), kept))
+            storage.narrow(2, 0, len(sinks)).copy_(self.turned(index, kept, first))
+
+    def turned(self, index: int, states: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+        """Return keys or values as they were if their tokens stood later in the text.
+
+        Args:
+            index: 0 for what is stored as keys, 1 for what is stored as values.
+            states: Shape `(batch, num_key_value_heads, keys, head_dim)`.
+            distance: By how many tokens, shape `(batch or 1, keys or 1)`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not know how keys are rotated.")
+
+    def _place_sinks(self, first: int) -> None:
+        """Turn sinks to stand before a pair of blocks that begins `first` tokens after the first one."""
+        distance = torch.full((1, 1), first, device=self.keys.device)
+        for index, (sinks, storage) in enumerate(zip(self.sinks or (), (self.keys, self.values), strict=False)):
+            storage[:, :, : self.pattern.sinks] = self.turned(index, sinks, distance)
+
     def _make_room(self, decay: torch.Tensor | None) -> None:
         """Move the second block to the first place if the pair is full."""
-        if self.block is not None and self.fill == 2 * self.block:
-            self.keys[:, :, : self.block] = scaled(self.keys[:, :, self.block :], decay)
-            self.values[:, :, : self.block] = self.values[:, :, self.block :]
-            self.fill = self.block
+        if self.block is None or self.fill != self.slots:
+            return
+        self.fill -= self.block
+        begin = self.pattern.sinks
+        self.keys[:, :, begin : self.fill] = scaled(self.keys[:, :, self.fill :], decay)
+        self.values[:, :, begin : self.fill] = self.values[:, :, self.fill :]
+        assert isinstance(self.lengths, int)
+        self._place_sinks(self.lengths - self.fill)
 
-    def _store_pair(self, keys: torch.Tensor, values: torch.Tensor, end: int, decay: torch.Tensor | None) -> None:
-        """Store the last pair of blocks of a text.
+    def _store_pair(
+        self, keys: torch.Tensor, values: torch.Tensor, end: int, first: int, decay: torch.Tensor | None
+    ) -> None:
+        """Store the last pair of blocks of a text, and its sinks.
 
         Args:
             keys: Keys of slots 0, 1, …, shape `(batch, num_key_value_heads, slots, head_dim)`.
             values: As `keys`.
             end: Number of slots that the text fills.
+            first: How many tokens after the first pair of blocks of the text this one begins.
             decay: What scales keys of a block that becomes the previous one.
         """
-        block = self.block or end
-        start = max(((end - 1) // block - 1) * block, 0)
+        start = end - self.pattern.slots_in_use(end)
+        begin = self.pattern.sinks if start else 0
         for storage, states in ((self.keys, keys), (self.values, values)):
-            pair = states[:, :, start : start + storage.shape[2]]
-            storage[:, :, : pair.shape[2]] = pair
+            pair = states[:, :, start + begin : start + storage.shape[2]]
+            storage[:, :, begin : begin + pair.shape[2]] = pair
         if start:
-            self.keys[:, :, :block] = scaled(keys[:, :, start : start + block], decay)
+            assert self.block is not None
+            previous = keys[:, :, start + begin : start + begin + self.block]
+            self.keys[:, :, begin : begin + self.block] = scaled(previous, decay)
+        self._place_sinks(first + start)
 
     def _store_ring(
         self, keys: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, first: Counts, decay: torch.Tensor | None
@@ -297,15 +380,18 @@ class LexCacheLayer(CacheLayerMixin):
                 `(batch, num_key_value_heads, slots, head_dim)`.
             values: As `keys`.
             ends: Number of slots that each row's text fills, shape `(batch,)`.
-            first: Position of slot 0 in the text.
+            first: How many tokens after the first pair of blocks of the text this one begins.
             decay: What scales keys of a block that becomes the previous one.
         """
         if self.block is None:
             ring_keys, ring_values = keys, values
         else:
-            ring, last = torch.arange(2 * self.block, device=keys.device), ends[:, None] - 1
-            slot = (last - (last + by_row(first) - ring) % (2 * self.block)).clamp(min=0)
-            ring_keys, ring_values = take(keys, slot, len(ring)), take(values, slot, len(ring))
+            sinks, ring = torch.arange(self.slots or 0, device=keys.device).tensor_split([self.pattern.sinks])
+            last = ends[:, None] - 1
+            slot = (last - (last + by_row(first) - ring) % (2 * self.block)).clamp(min=self.pattern.sinks)
+            if len(sinks):
+                slot = torch.cat((sinks.expand(len(slot), -1), slot), dim=1).clamp(max=keys.shape[2] - 1)
+            ring_keys, ring_values = take(keys, slot, slot.shape[1]), take(values, slot, slot.shape[1])
             if decay is not None:
                 is_scaled = (slot < self.block)[:, None, :, None]
                 ring_keys = torch.where(is_scaled, scaled(ring_keys, 1 / decay), ring_keys)
@@ -322,11 +408,13 @@ class LexCacheLayer(CacheLayerMixin):
             keys, values, _ = self.past
         keys = torch.cat((keys, key.detach()[:, :, : batch.counts]), dim=2)
         values = torch.cat((values, value.detach()[:, :, : batch.counts]), dim=2)
-        block = self.block or keys.shape[2]
-        surplus = (keys.shape[2] - ROLLBACK - 2 * block) // block * block
+        block, begin = self.block or keys.shape[2], self.pattern.sinks
+        surplus = (keys.shape[2] - ROLLBACK - (self.slots or 2 * block)) // block * block
         if surplus > 0:
-            keys, values = keys[:, :, surplus:].clone(), values[:, :, surplus:].clone()
-            keys[:, :, :block] = scaled(keys[:, :, :block], decay)
+            keys, values = (
+                torch.cat((states[:, :, :begin], states[:, :, begin + surplus :]), dim=2) for states in (keys, values)
+            )
+            keys[:, :, begin : begin + block] = scaled(keys[:, :, begin : begin + block], decay)
         self.past = keys, values, decay
 
     def _advance(self, batch: Batch) -> None:
@@ -343,7 +431,7 @@ class LexCacheLayer(CacheLayerMixin):
 
     def nbytes(self) -> int:
         """Return the bytes of the storage, counted from the tensors themselves."""
-        tensors = [tensor for tensor in (self.keys, self.values, *(self.past or ())) if tensor is not None]
+        tensors = [tensor for tensor in (*self._states(), *(self.past or ())) if tensor is not None]
         return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -351,7 +439,7 @@ class LexCacheLayer(CacheLayerMixin):
         if self.is_preallocated:
             return self.slots or 0, 0
         columns = int(self.columns)
-        kept = self.fill if isinstance(self.lengths, int) else slots_in_use(int(self.lengths.max()), self.block)
+        kept = self.fill if isinstance(self.lengths, int) else self.pattern.slots_in_use(int(self.lengths.max()))
         return kept + query_length, columns - kept
 
     def get_seq_length(self) -> int:
@@ -365,8 +453,8 @@ class LexCacheLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything that was read; the storage is kept."""
         if self.is_preallocated and self.is_initialized:
-            self.keys.zero_()
-            self.values.zero_()
+            for states in self._states():
+                states.zero_()
         self._set_counts(0, 0, 0)
         self.fill, self.past = 0, None
 
@@ -397,13 +485,17 @@ class LexCacheLayer(CacheLayerMixin):
     def _croppable(self) -> int:
         """Tokens that rows can give back and still hold the block before the one their next token falls into."""
         if isinstance(self.lengths, int):
-            return self.fill if self.fill == self.lengths else self.fill - (self.block or 0)
+            return self.fill if self.fill == self.lengths else self.fill - self._previous()
         if not self.is_initialized:
             return 0
-        if self.block is None:
+        if self.block is None or self.slots is None:
             return int(self.lengths.min())
-        in_block = (self.lengths - 1) % self.block + 1
-        return int(torch.where(self.lengths <= 2 * self.block, self.lengths, in_block).min())
+        in_block = (self.lengths - self.pattern.sinks - 1) % self.block + 1
+        return int(torch.where(self.lengths <= self.slots, self.lengths, in_block).min())
+
+    def _previous(self) -> int:
+        """Slots before the block that is being filled, which hold what cannot be taken back."""
+        return self.pattern.sinks + (self.block or 0)
 
     def _restore_past(self, removed: int, spare: int) -> None:
         """Store the pair of blocks in which the remembered text ends without its last tokens."""
@@ -411,7 +503,7 @@ class LexCacheLayer(CacheLayerMixin):
         if self.past is not None:
             # The first block that is remembered only serves as the one before, unless it is the first of the text.
             known = self.past[0].shape[2]
-            known -= 0 if known == self.lengths else self.block or 0
+            known -= 0 if known == self.lengths else self._previous()
         if self.past is None or removed > known:
             hint = "make a LexCache and " if self.is_preallocated else ""
             raise ValueError(
@@ -421,15 +513,16 @@ class LexCacheLayer(CacheLayerMixin):
             )
         keys, values, decay = self.past
         end = keys.shape[2] - removed
-        self._store_pair(keys, values, end, decay)
-        self.fill = slots_in_use(end, self.block)
+        assert isinstance(self.lengths, int)
+        self._store_pair(keys, values, end, self.lengths - keys.shape[2], decay)
+        self.fill = self.pattern.slots_in_use(end)
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
         """Let row b continue the text of row `beam_idx[b]`; in place if preallocated."""
         if not self.is_preallocated:
             self.batch_select_indices(beam_idx)
         elif self.is_initialized:
-            for tensor in (self.keys, self.values, *map(self._count, ("lengths", "padding"))):
+            for tensor in (*self._states(), *map(self._count, ("lengths", "padding"))):
                 tensor.copy_(tensor.index_select(0, beam_idx.to(tensor.device)))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -445,6 +538,7 @@ class LexCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         self.keys, self.values = function(self.keys), function(self.values)
+        self.sinks = None if self.sinks is None else (function(self.sinks[0]), function(self.sinks[1]))
         self.lengths, self.padding = (
             function(counts) if isinstance(counts, torch.Tensor) else counts for counts in (self.lengths, self.padding)
         )

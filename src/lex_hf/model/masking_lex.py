@@ -15,10 +15,46 @@ class FullPattern:
     Attributes:
         block: Number of tokens in a block: a query meets keys of its own and the previous block only. `None` for full
             attention, which has no blocks.
+        sinks: Number of tokens at the start of a text that every later query meets as well. Blocks begin after them.
     """
 
     block: int | None = None
+    sinks: int = 0
     name = "full"
+
+    @property
+    def slots(self) -> int | None:
+        """Number of slots of the sinks and a pair of blocks; `None` for full attention."""
+        return None if self.block is None else self.sinks + 2 * self.block
+
+    def slots_in_use(self, tokens: int) -> int:
+        """Return the number of slots that a text of `tokens` tokens fills."""
+        if self.slots is None or tokens <= self.slots:
+            return tokens
+        assert self.block is not None
+        return self.slots - self.block + (tokens - self.slots - 1) % self.block + 1
+
+    def next_slot(self, fill: int) -> int:
+        """Return the slot of the next token after `fill` slots in use: a full pair makes room for it first."""
+        return fill - self.block if self.block is not None and fill == self.slots else fill
+
+    def next_slots(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the slot of each row's next token, with a number of tokens read for each row."""
+        if self.slots is None or self.block is None:
+            return tokens
+        second = self.slots - self.block
+        return torch.where(tokens < self.slots, tokens, second + (tokens - second) % self.block)
+
+    def ring_slots(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the slot of token p of a text in a ring of two blocks, which begins after the sinks."""
+        if self.block is None:
+            return tokens
+        ring = self.sinks + (tokens - self.sinks) % (2 * self.block)
+        return torch.where(tokens < self.sinks, tokens, ring) if self.sinks else ring
+
+    def pair_starts(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return how far a pair of blocks has moved since the start of the text when token p comes, in tokens."""
+        return tokens - self.next_slots(tokens)
 
     def visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return which keys a query sees.
@@ -54,10 +90,12 @@ class BlockwisePattern(FullPattern):
     name = "blockwise"
 
     def visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Return which keys a query sees: causal, and in the same or the previous block."""
-        return super().visible(query, key) & (
-            (key // self.block)[..., None, :] >= (query // self.block - 1)[..., None]
-        )
+        """Return which keys a query sees: causal, and in the same or the previous block, or sinks."""
+        query_block, key_block = ((slots - self.sinks) // self.block for slots in (query, key))
+        near = key_block[..., None, :] >= (query_block - 1)[..., None]
+        if self.sinks:
+            near |= (key < self.sinks)[..., None, :]
+        return super().visible(query, key) & near
 
     @property
     def packed_block(self) -> int:

@@ -1,22 +1,7 @@
-"""Slots of a pair of blocks, and states in them."""
+"""States in the slots of a pair of blocks."""
 
 import torch
 import torch.nn.functional as F
-
-
-def slots_in_use(tokens: int, block: int | None) -> int:
-    """Return the number of slots that a text of `tokens` tokens fills in a pair of blocks."""
-    return tokens if block is None or tokens <= 2 * block else block + (tokens - 1) % block + 1
-
-
-def next_slot(fill: int, block: int | None) -> int:
-    """Return the slot of the next token after `fill` slots in use: a full pair makes room for it first."""
-    return block if block is not None and fill == 2 * block else fill
-
-
-def next_slots(tokens: torch.Tensor, block: int | None) -> torch.Tensor:
-    """Return the slot of each row's next token in its pair of blocks, with a number of tokens for each row."""
-    return tokens if block is None else torch.where(tokens < 2 * block, tokens, block + tokens % block)
 
 
 def spread(states: torch.Tensor, slots: torch.Tensor, text: torch.Tensor) -> torch.Tensor:

@@ -108,10 +108,10 @@ class ExactAngles:
 
 def modules_with_angles(decoder: nn.Module) -> list[nn.Module]:
     """Return the modules of a decoder that have buffers of rotary frequencies."""
-    return [module for module in decoder.modules() if any(True for _ in _frequencies(module))]
+    return [module for module in decoder.modules() if any(True for _ in frequencies_of(module))]
 
 
-def _frequencies(module: nn.Module) -> Iterator[str]:
+def frequencies_of(module: nn.Module) -> Iterator[str]:
     """Names of the buffers of a module that hold frequencies."""
     for name, buffer in module.named_buffers(recurse=False):
         if name.endswith("inv_freq") and buffer.dim() == 1 and "original" not in name:
@@ -134,7 +134,7 @@ def _recognise(module: nn.Module, kwargs: dict[str, Any], length: int) -> _Formu
     if isinstance(parts, tuple) and len(parts) == 2:
         exact = [part.double() for part in parts]
         scale = float(exact[0].flatten()[0])  # the cosine at position 0
-        for name in _frequencies(module):
+        for name in frequencies_of(module):
             for layout in _LAYOUTS:
                 formula = _Formula(name, layout, scale)
                 if _fits(formula, module, shown, exact):

@@ -16,6 +16,7 @@ from transformers.cache_utils import (
 from lex_hf.model.batch_lex import Batch
 from lex_hf.model.cache_layer_lex import LexCacheLayer
 from lex_hf.model.masking_lex import FullPattern
+from lex_hf.rope.turns import Turn, Turns
 
 
 class BlockCacheLayer(LexCacheLayer):
@@ -23,9 +24,11 @@ class BlockCacheLayer(LexCacheLayer):
 
     Attributes:
         batch: Layout of the tokens that are being read.
+        turns: How sinks are turned, in what is stored as keys and as values; `None` if there are none.
     """
 
     batch: Batch | None = None
+    turns: tuple[Turn, Turn] | None = None
 
     # transformers takes the size of sliding windows' masks from the first layer that says so.
     is_sliding = False
@@ -48,6 +51,11 @@ class BlockCacheLayer(LexCacheLayer):
         batch = self.batch
         assert batch is not None, "a cache of blocks is read by the model that it was made for"
         return super().update(batch.align(key_states), batch.align(value_states), batch, None)
+
+    def turned(self, index: int, states: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+        """Return keys or values as they were if their tokens stood later in the text; see [`Turn`]."""
+        assert self.turns is not None, "a pattern with sinks comes with a way to turn them"
+        return self.turns[index](states, distance)
 
 
 class HybridBlockCacheLayer(BlockCacheLayer, LinearAttentionLayer):
@@ -89,13 +97,14 @@ class HybridBlockCacheLayer(BlockCacheLayer, LinearAttentionLayer):
         BlockCacheLayer.reorder_cache(self, beam_idx)
 
 
-def adopt(cache: Any, patterns: Mapping[int, FullPattern], owner: str) -> Cache:
+def adopt(cache: Any, patterns: Mapping[int, FullPattern], owner: str, turns: Mapping[int, Turns]) -> Cache:
     """Return a cache of transformers whose layers of these indices are of two blocks: as it is, or replaced if empty.
 
     Args:
         cache: What was passed as `past_key_values`.
         patterns: Attention pattern by index of the layer.
         owner: Name of the model, which its layers remember.
+        turns: How sinks are turned, by index of the layer; empty if there are none.
 
     Raises:
         ValueError: If the cache holds states that were stored otherwise, was made for another model, or is of a kind
@@ -128,6 +137,8 @@ def adopt(cache: Any, patterns: Mapping[int, FullPattern], owner: str) -> Cache:
             cache.layers[index] = HybridBlockCacheLayer(old.number_of_states, pattern, origin, room)
         else:
             cache.layers[index] = BlockCacheLayer(pattern, origin, room)
+        if index in turns:
+            cache.layers[index].turns = turns[index].stored
     return cache
 
 
@@ -143,6 +154,7 @@ def _check(layer: Any, index: int, pattern: FullPattern, origin: tuple[tuple[str
         )
     if layer.pattern != pattern:
         raise ValueError(
-            f"past_key_values has blocks of {layer.block} tokens in layer {index}, and this model blocks of "
-            f"{pattern.block}: read the text again with past_key_values=None."
+            f"past_key_values has blocks of {layer.block} tokens and {layer.pattern.sinks} sinks in layer {index}, "
+            f"and this model blocks of {pattern.block} and {pattern.sinks} sinks: read the text again with "
+            "past_key_values=None."
         )

@@ -13,7 +13,9 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from lex_hf.errors import plain
+from lex_hf.model.masking_lex import BlockwisePattern
 from lex_hf.rope import probe
+from lex_hf.rope import turns as turning
 from lex_hf.rope.angles import ExactAngles, modules_with_angles
 from lex_hf.rope.reader import ModelFunction, Reader
 
@@ -26,7 +28,9 @@ _REFUSAL = "cannot be made blockwise"
 _Model = TypeVar("_Model", bound=PreTrainedModel)
 
 
-def blockwise(model: _Model, training_length: int | None = None, *, layers: Collection[int] | None = None) -> _Model:
+def blockwise(
+    model: _Model, training_length: int | None = None, *, sinks: int = 0, layers: Collection[int] | None = None
+) -> _Model:
     """Let a model read and write texts of any length, in constant memory, without training.
 
     Every layer with full attention attends in blocks of half the training length: a query sees the keys of its own
@@ -42,6 +46,10 @@ def blockwise(model: _Model, training_length: int | None = None, *, layers: Coll
             attention interface, and its positions are rotary, or none.
         training_length: Number of tokens that it was trained to read, even; by default what its configuration says:
             `original_max_position_embeddings` where positions were stretched, else `max_position_embeddings`.
+        sinks: Number of tokens at the start of a text that every later token sees as well, at the distance that they
+            have when they stand just before its two blocks (StreamingLLM, arXiv 2309.17453, §3.2); blocks begin after
+            them and are of `(training_length - sinks) // 2` tokens. For models that look at the first token when
+            there is nothing to look at.
         layers: Indices of the layers that read in blocks, of those with full attention; all of them by default. Others
             keep full attention, and memory grows with them.
 
@@ -60,6 +68,7 @@ def blockwise(model: _Model, training_length: int | None = None, *, layers: Coll
     _check_kind(model)
     config = model.config.get_text_config()
     length = training_length_of(config, training_length)
+    pattern = _pattern(length, sinks)
     function = ModelFunction(config._attn_implementation)
     with _refused(model, "reading a few tokens through transformers' attention interface failed"):
         seen = probe.examine(model, function.of)
@@ -78,13 +87,14 @@ def blockwise(model: _Model, training_length: int | None = None, *, layers: Coll
     try:
         with _refused(model, "reading a few tokens in blocks failed"):
             _try(model, decoder, chosen, seen.windows, length, function)
+            turns = turning.recognise(model, decoder, chosen, function.of) if sinks else {}
     except BaseException:
         for each in angles:
             each.remove()
         raise
     for each in angles:
         each.is_learning = False
-    reader = Reader(decoder, length // 2, chosen, seen.windows, length, config._attn_implementation)
+    reader = Reader(decoder, pattern, chosen, seen.windows, length, config._attn_implementation, turns)
     reader.install(decoder)
     config._attn_implementation_internal = reader.name
     # Too late with the first forward pass: before it, `generate` tells caches that tokens will be taken back.
@@ -220,6 +230,23 @@ def training_length_of(config: Any, given: int | None = None) -> int:
     return length
 
 
+def _pattern(length: int, sinks: int) -> BlockwisePattern:
+    """Return the attention pattern of a training length.
+
+    Raises:
+        ValueError: If there are as many sinks as tokens in a block, or the number is impossible.
+    """
+    if isinstance(sinks, bool) or not isinstance(sinks, int) or sinks < 0:
+        raise ValueError(f"sinks = {sinks!r}: it must be a number of tokens, 0 for none.")
+    block = (length - sinks) // 2
+    if sinks >= block:
+        raise ValueError(
+            f"sinks = {sinks}: with a training length of {length}, blocks would have {max(block, 0)} tokens, and "
+            f"there must be fewer sinks than that: at most {(length - 2) // 3}."
+        )
+    return BlockwisePattern(block, sinks)
+
+
 def _check_attention(model: PreTrainedModel, seen: probe.Probe) -> None:
     """Refuse models whose attention does not go where transformers lets others in."""
     name = type(model).__name__
@@ -281,7 +308,7 @@ def _try(
     ids, config = probe.tokens(model, _CHECKED_TOKENS), model.config.get_text_config()
     expected = probe.logits_of_blocks(model, ids, 2, chosen, length, function.of)
     implementation = config._attn_implementation
-    reader = Reader(decoder, 2, chosen, windows, length, implementation)
+    reader = Reader(decoder, BlockwisePattern(2), chosen, windows, length, implementation)
     reader.install(decoder)
     config._attn_implementation_internal = reader.name
     try:

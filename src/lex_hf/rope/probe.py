@@ -171,6 +171,37 @@ def logits_of_blocks(
         return model(input_ids=ids, use_cache=False).logits
 
 
+def states_at(
+    model: PreTrainedModel, count: int, distance: int, function: Callable[..., Any]
+) -> dict[int, list[torch.Tensor]]:
+    """Return what each layer has of a text that begins further on: keys to attend to, keys and values that it stores.
+
+    A layer that attends to what another one stores has the first alone.
+
+    Args:
+        model: The model; it is left as it was.
+        count: Number of tokens.
+        distance: Position of the first one.
+        function: As of [`examine`].
+    """
+    states: dict[int, list[torch.Tensor]] = {}
+    cache = DynamicCache(config=model.config.get_text_config())
+
+    def attend(module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        layer: Any = module.layer_idx
+        states[layer] = [key]
+        return function(module)(module, query, key, value, attention_mask, **kwargs)
+
+    masks = ALL_MASK_ATTENTION_FUNCTIONS.get(model.config.get_text_config()._attn_implementation, eager_mask)
+    positions = torch.arange(distance, distance + count, device=model.device)[None]
+    with reading_as(model, masks, attend), torch.no_grad(), evaluating(model):
+        model(input_ids=tokens(model, count), position_ids=positions, use_cache=True, past_key_values=cache)
+    for index in states:
+        if index < len(cache.layers) and not isinstance(cache.layers[index], DummyLayer):
+            states[index] += [cache.layers[index].keys, cache.layers[index].values]
+    return states
+
+
 def check_cache(model: PreTrainedModel, layers: Collection[int]) -> str | None:
     """Return what keeps layers from having a cache of two blocks; `None` if nothing does."""
     cache = DynamicCache(config=model.config.get_text_config())

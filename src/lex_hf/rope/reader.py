@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from lex_hf.model.layers_lex import by_column
 from lex_hf.model.masking_lex import BlockwisePattern, FullPattern, SlidingPattern
 from lex_hf.model.positions_lex import PositionScheme
 from lex_hf.rope.block_cache import BlockCacheLayer, adopt
+from lex_hf.rope.turns import Turns
 
 
 @dataclass(frozen=True)
@@ -72,24 +74,26 @@ class Reader:
 
     Args:
         decoder: The module whose forward pass makes masks and calls the layers.
-        block: Length of a block in tokens.
+        pattern: The attention pattern of layers that read in blocks.
         layers: Indices of the layers that read in blocks.
         windows: By index of each layer that attends, the number of tokens that it sees by itself; `None` for all.
         bound: Longest window, in tokens, of a layer that keeps its own attention.
         implementation: Name of the attention implementation that attends within blocks, the model's own.
+        turns: By index of the layer, how sinks are turned; empty if there are none.
     """
 
     def __init__(
         self,
         decoder: nn.Module,
-        block: int,
+        pattern: BlockwisePattern,
         layers: Collection[int],
         windows: Mapping[int, int | None],
         bound: int,
         implementation: str,
+        turns: Mapping[int, Turns] = MappingProxyType({}),
     ) -> None:
         self.name, self.bound = new_name(), bound
-        self.pattern = BlockwisePattern(block)
+        self.pattern, self.turns = pattern, turns
         self.layers = frozenset(layers)
         self.is_all = self.layers == set(windows)
         self.patterns = [
@@ -131,7 +135,8 @@ class Reader:
     @property
     def key_fields(self) -> tuple[tuple[str, Any], ...]:
         """Names and values of the fields of the configuration that decide how cached keys are rotated."""
-        return (("rope_parameters", getattr(self.config, "rope_parameters", None)), ("training_length", self.bound))
+        fields = (("rope_parameters", getattr(self.config, "rope_parameters", None)), ("training_length", self.bound))
+        return (*fields, ("sinks", self.pattern.sinks)) if self.pattern.sinks else fields
 
     def remove(self) -> None:
         """Undo [`Reader.install`]."""
@@ -147,6 +152,7 @@ class Reader:
         other.config = copy.deepcopy(self.config, memo)
         other.config._attn_implementation_internal = other.name
         other.waiting, other.cache, other._hooks = None, None, copy.deepcopy(self._hooks, memo)
+        other.turns = copy.deepcopy(self.turns, memo)
         other._register()
         return other
 
@@ -223,7 +229,7 @@ class Reader:
         return self._adopted(plain)
 
     def _adopted(self, cache: Any) -> Cache:
-        return adopt(cache, dict.fromkeys(sorted(self.layers), self.pattern), self.name)
+        return adopt(cache, dict.fromkeys(sorted(self.layers), self.pattern), self.name, self.turns)
 
     def prepare_cache(self, model: Any, prepare: Any, *args: Any, **kwargs: Any) -> None:
         """Let `generate` make its cache, and give it layers of two blocks before it learns that tokens are taken back.
@@ -277,9 +283,10 @@ class Reader:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend along the plan, or as the model does by itself; an attention function of transformers."""
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-        if isinstance(attention_mask, Reading) and module.layer_idx not in self.layers:
+        layer: Any = module.layer_idx
+        if isinstance(attention_mask, Reading) and layer not in self.layers:
             attention_mask = attention_mask.full
-        if module.layer_idx not in self.layers:
+        if layer not in self.layers:
             function = self.function.of(module)
             return function(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
         if not isinstance(attention_mask, Reading):
@@ -293,8 +300,10 @@ class Reader:
         kwargs.pop("sliding_window", None)
         kwargs.pop("is_causal", None)
         function = partial(self.function, module, **kwargs)
-        dense = attention_mask.returns_weights
-        output, weights = plan.attend(function, query, key, value, dense=dense, scaling=scaling, dropout=dropout)
+        options: dict[str, Any] = {"dense": attention_mask.returns_weights, "scaling": scaling, "dropout": dropout}
+        if layer in self.turns:
+            options["turn"] = self.turns[layer].attended
+        output, weights = plan.attend(function, query, key, value, **options)
         if weights is not None:
             weights, _ = by_column(rows.restore(weights), value, plan.key_order(value.shape[2]))
         return rows.restore(output).transpose(1, 2).contiguous(), weights
