@@ -20,6 +20,7 @@ WAYS = {
     "sliding": "sliding",
     "streaming": "StreamingLLM",
     "blockwise": "blockwise",
+    "blockwise-sinks": "blockwise + sinks",
 }
 
 
