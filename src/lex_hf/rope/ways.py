@@ -1,7 +1,8 @@
 """Ways to read texts beyond the training length without training: what users have, beside blocks.
 
 Three scale the frequencies of the rotation, two give far pairs positions that the model knows, and four see only what
-is near, two of them with the first tokens. Each is as in its paper; those of this file that have no implementation in transformers are slow references.
+is near, two of them with the first tokens. Each is as in its paper; those of this file that have no implementation in
+transformers are slow references.
 """
 
 from collections.abc import Callable, Iterator, Mapping
