@@ -19,6 +19,7 @@ from lex_hf import blockwise, load_cache, measure_resolution, receptive_field, r
 from lex_hf.cli.commands import app
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity
+from lex_hf.inference.generation import continue_text, encode_prompt
 from lex_hf.training.arguments import training_arguments
 from lex_hf.training.trainer import train
 
@@ -67,6 +68,41 @@ def test_perplexity_by_every_protocol() -> None:
     )
     last = compute_perplexity(model, tokenizer, TEXTS, protocol="last_token", length=30, progress=False)
     assert [each.start for each in last.loss_by_position] == [1, 2, 4, 8, 16, 29]
+
+
+def test_records_tell_blocks_and_sinks_apart(tmp_path: Path) -> None:
+    """A text that was read otherwise is read again."""
+    options = {"records": tmp_path / "records.jsonl", "protocol": "streaming", "length": 7, "progress": False}
+    found = []
+    for way in ({}, {"training_length": LENGTH}, {"training_length": 6}, {"sinks": 1}):
+        model = byte_model() if not way else blockwise(byte_model(), **way)
+        found += [compute_perplexity(model, byte_tokenizer(), TEXTS, **options).perplexity for _ in range(2)]
+    assert found[::2] == found[1::2]
+    assert len(set(found)) == 4
+    assert len((tmp_path / "records.jsonl").read_text().splitlines()) == 4 * len(TEXTS)
+
+
+def test_commands_take_sinks(folder: Path) -> None:
+    arguments = ("evaluate", folder / "model", folder / "text.txt", "--protocol", "streaming", "--length", 9)
+    found = command(*arguments, "--blockwise", "auto", "--sinks", 1)[0]["perplexity"]
+    model = blockwise(byte_model(), sinks=1)
+    expected = compute_perplexity(
+        model, byte_tokenizer(), [" ".join(TEXTS)], protocol="streaming", length=9, progress=False
+    )
+    assert found == pytest.approx(expected.perplexity, rel=1e-5)
+    prompt = ("generate", folder / "model", "What a block", "--greedy", "--max-new-tokens", 30)
+    written = command(*prompt, "--blockwise", LENGTH, "--sinks", 1)["tokens"]
+    inputs = encode_prompt("What a block", model, byte_tokenizer())
+    assert written == continue_text(model, inputs, max_new_tokens=30, do_sample=False).tolist()
+    assert written != continue_text(restore(model), inputs, max_new_tokens=30, do_sample=False).tolist()
+    for wrong in (("--sinks", 1), ("--blockwise", LENGTH, "--sinks", 3)):
+        result = CliRunner().invoke(app, [*map(str, arguments), *map(str, wrong)])
+        assert result.exit_code == 1
+        assert "sinks" in result.stderr
+    both = ("compare", folder / "model", folder / "model", folder / "text.txt", "--protocol", "streaming")
+    paired = command(*both, "--blockwise", "auto", "--sinks", 0, "--sinks", 1)
+    assert paired["b"]["perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
+    assert paired["a"]["perplexity"] != paired["b"]["perplexity"]
 
 
 def test_resolution_counts_the_keys_that_are_seen() -> None:

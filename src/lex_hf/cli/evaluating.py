@@ -28,6 +28,7 @@ def evaluate(
     records: options.Records = None,
     attention_pattern: options.Pattern = None,
     blockwise: options.Blockwise = None,
+    sinks: options.Sinks = 0,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.Trust = False,
@@ -58,7 +59,7 @@ def evaluate(
             records=records,
         )
         by_length = at_lengths(settings, length or ())
-        loading = options.loading(device, dtype, trust_remote_code, blockwise)
+        loading = options.loading(device, dtype, trust_remote_code, blockwise, sinks)
         texts = list(load_documents(files, text_field=text_field)["text"])
         network, tokenizer = load_for_evaluation(model, **loading, **of_pattern(attention_pattern))
         draw = None if plot is None else _picture(plot, model, network.config)
@@ -99,6 +100,14 @@ def compare(
             "twice for A and for B, once for both."
         ),
     ] = None,
+    sinks: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=0,
+            help="With --blockwise: tokens at the start of a text that every later one sees, too; "
+            "twice for A and for B, once for both.",
+        ),
+    ] = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.Trust = False,
@@ -114,8 +123,9 @@ def compare(
     with session(as_json) as console:
         patterns, blocks = _two("--attention-pattern", attention_pattern), _two("--blockwise", blockwise)
         loading = [
-            options.loading(device, dtype, trust_remote_code, None if length == "none" else length) | of_pattern(name)
-            for length, name in zip(blocks, patterns, strict=True)
+            options.loading(device, dtype, trust_remote_code, None if length == "none" else length, kept or 0)
+            | of_pattern(name)
+            for length, kept, name in zip(blocks, _two("--sinks", sinks), patterns, strict=True)
         ]
         _check_files(files, records=records)
         settings = PerplexityOptions(
@@ -208,9 +218,9 @@ def _picture(path: Path, model: str, config: Any) -> Callable[[list[Any]], Path]
     return lambda results: plots.save(writing.plot_lengths(model, known, results), path)
 
 
-def _two(option: str, values: list[str] | None) -> tuple[str | None, str | None]:
+def _two(option: str, values: list[Any] | None) -> tuple[Any, Any]:
     """Read the values of an option for A and B."""
-    given: list[str | None] = [*values] if values else [None]
+    given: list[Any] = [*values] if values else [None]
     if len(given) > 2:
         raise ValueError(f"{option} is given {len(given)} times: once for both models, or twice.")
     return given[0], given[-1]

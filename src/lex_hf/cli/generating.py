@@ -6,7 +6,20 @@ from typing import Annotated
 import typer
 
 from lex_hf.cli import options
-from lex_hf.cli.options import LARGEST_SEED, MOST, Blockwise, Device, Dtype, Json, Model, Pattern, Trust, finite, typed
+from lex_hf.cli.options import (
+    LARGEST_SEED,
+    MOST,
+    Blockwise,
+    Device,
+    Dtype,
+    Json,
+    Model,
+    Pattern,
+    Sinks,
+    Trust,
+    finite,
+    typed,
+)
 from lex_hf.cli.printing import print_json, session
 
 
@@ -20,6 +33,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of sampling.")] = 0,
     attention_pattern: Pattern = None,
     blockwise: Blockwise = None,
+    sinks: Sinks = 0,
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: Trust = False,
@@ -33,7 +47,7 @@ def generate(
     from lex_hf.inference.generation import continue_text, encode_prompt
 
     with session(as_json):
-        loading = options.loading(device, dtype, trust_remote_code, blockwise)
+        loading = options.loading(device, dtype, trust_remote_code, blockwise, sinks)
         beginning = _standard_input() if prompt == "-" else typed(prompt, "PROMPT")
         network, tokenizer = load_for_evaluation(model, **loading, **of_pattern(attention_pattern))
         inputs = encode_prompt(beginning, network, tokenizer)
@@ -57,6 +71,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
     blockwise: Blockwise = None,
+    sinks: Sinks = 0,
 ) -> None:
     """Serve a model over HTTP, for `transformers chat` and OpenAI's clients; Ctrl-C ends it.
 
@@ -66,7 +81,7 @@ def serve(
     from lex_hf.inference import serve as server
 
     with session():
-        server.serve(model, host=host, port=port, blockwise=options.blocks(blockwise), options=context.args)
+        server.serve(model, host=host, port=port, **options.blocks(blockwise, sinks), options=context.args)
 
 
 def _standard_input() -> str:

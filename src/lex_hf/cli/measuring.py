@@ -15,6 +15,7 @@ def check(
     shift: Annotated[int, typer.Option(min=1, help="Tokens of padding or text that are prepended or appended.")] = 7,
     attention_pattern: options.Pattern = None,
     blockwise: options.Blockwise = None,
+    sinks: options.Sinks = 0,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.Trust = False,
@@ -26,7 +27,7 @@ def check(
     from lex_hf.evaluation.sweep import of_pattern
 
     with session(as_json) as console:
-        loading = options.loading(device, dtype, trust_remote_code, blockwise)
+        loading = options.loading(device, dtype, trust_remote_code, blockwise, sinks)
         sample = "A block sees itself and the one before. " * 15 if text is None else options.typed(text, "--text")
         network, tokenizer = load_for_evaluation(model, **loading, **of_pattern(attention_pattern))
         result = check_positions(network, tokenizer(sample, return_tensors="pt")["input_ids"], shift=shift)
@@ -55,6 +56,7 @@ def resolution(
     attention_pattern: options.Patterns = None,
     output: options.Output = None,
     blockwise: options.Blockwise = None,
+    sinks: options.Sinks = 0,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.Trust = False,
@@ -76,7 +78,7 @@ def resolution(
         if output is not None:
             check_measurements(output, "resolution", *(f"curves-{name}" for name in patterns))
         attention_resolution(torch.tensor([1.0, 0.0]), reading=cast(Any, reading))  # fails before any work
-        loading = options.loading(device, dtype, trust_remote_code, blockwise)
+        loading = options.loading(device, dtype, trust_remote_code, blockwise, sinks)
         texts = load_documents(files, text_field=text_field)
         loaded = with_patterns(model, texts, patterns, loading=loading, length=length, count=segments)
         results = {name: measure_resolution(*given, reading=cast(Any, reading)) for name, *given in loaded}
@@ -110,6 +112,7 @@ def receptive_field(
     attention_pattern: options.Patterns = None,
     output: options.Output = None,
     blockwise: options.Blockwise = None,
+    sinks: options.Sinks = 0,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.Trust = False,
@@ -128,7 +131,7 @@ def receptive_field(
         check_patterns(patterns)
         if output is not None:
             check_measurements(output, "receptive-field")
-        loading = options.loading(device, dtype, trust_remote_code, blockwise)
+        loading = options.loading(device, dtype, trust_remote_code, blockwise, sinks)
         texts = load_documents(files, text_field=text_field)
         loaded = with_patterns(model, texts, patterns, loading=loading, length=length, count=segments)
         results = {name: measure(*given, threshold=threshold, batch_size=batch_size) for name, *given in loaded}

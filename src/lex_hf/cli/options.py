@@ -26,27 +26,31 @@ def typed(text: str, name: str) -> str:
     return text
 
 
-def loading(device: str | None, dtype: str | None, trust_remote_code: bool, blockwise: str | None) -> dict[str, Any]:
+def loading(
+    device: str | None, dtype: str | None, trust_remote_code: bool, blockwise: str | None, sinks: int
+) -> dict[str, Any]:
     """Return the options of `load_for_evaluation` that commands have.
 
     Raises:
-        ValueError: If `--blockwise` is neither 'auto' nor a number.
+        ValueError: If `--blockwise` is neither 'auto' nor a number, or is missing where there are sinks.
     """
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    return options | {"blockwise": blocks(blockwise)}
+    return options | blocks(blockwise, sinks)
 
 
-def blocks(text: str | None) -> Any:
-    """Read the training length of `--blockwise`, or auto; `None` if it is not given.
+def blocks(text: str | None, sinks: int) -> dict[str, Any]:
+    """Read the training length of `--blockwise`, or auto, and the number of sinks.
 
     Raises:
-        ValueError: If it is neither.
+        ValueError: If it is neither, or is missing where there are sinks.
     """
+    if text is None and sinks:
+        raise ValueError(f"--sinks {sinks}: only a model that reads in blocks has sinks; give --blockwise as well.")
     if text is None or text == "auto":
-        return text
+        return {"blockwise": text, "sinks": sinks}
     if not text.isdecimal():
         raise ValueError(f"--blockwise {text}: it must be 'auto' or a number of tokens, e.g. 2048.")
-    return int(text)
+    return {"blockwise": int(text), "sinks": sinks}
 
 
 Model = Annotated[str, typer.Argument(help="Folder or Hub id of a model with its tokenizer.")]
@@ -72,6 +76,10 @@ Blockwise = Annotated[
         help="Let a model with rotary positions read in blocks: its training length in tokens, or 'auto' to take it "
         "from the configuration."
     ),
+]
+Sinks = Annotated[
+    int,
+    typer.Option(min=0, help="With --blockwise: tokens at the start of a text that every later one sees, too."),
 ]
 Trust = Annotated[bool, typer.Option(help="Let code that comes with the model run.")]
 Protocol = Annotated[

@@ -33,6 +33,7 @@ def load_for_evaluation(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
     blockwise: int | Literal["auto"] | None = None,
+    sinks: int = 0,
     **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, with all of its weights, and its tokenizer with the Auto classes.
@@ -44,6 +45,7 @@ def load_for_evaluation(
         trust_remote_code: Whether code that comes with the model may run.
         blockwise: Training length with which a model with rotary positions is made to read in blocks, in tokens;
             `"auto"` takes it from the configuration, `None` leaves the model as it is. See [`lex_hf.blockwise`].
+        sinks: Tokens at the start of a text that a model that reads in blocks sees from everywhere.
         **model_kwargs: Passed to `AutoModelForCausalLM.from_pretrained`, e.g. `attention_pattern="full"`.
 
     Returns:
@@ -51,13 +53,16 @@ def load_for_evaluation(
 
     Raises:
         ValueError: If there is no such model or tokenizer, it cannot be read, its weights are not those of the
-            model (see [`load_whole`]), the device or the dtype is unknown, or the model cannot be made blockwise.
+            model (see [`load_whole`]), the device or the dtype is unknown, the model cannot be made blockwise, or
+            there are sinks and no blocks.
     """
+    if sinks and blockwise is None:
+        raise ValueError(f"sinks = {sinks}: only a model that reads in blocks has sinks; give blockwise as well.")
     placement = _placement(device, dtype)
     tokenizer = _load_tokenizer(model_id, trust_remote_code, model_kwargs)
     model = _load_model(model_id, placement, dtype, trust_remote_code, model_kwargs)
     if blockwise is not None:
-        read_in_blocks(model, None if blockwise == "auto" else blockwise)
+        read_in_blocks(model, None if blockwise == "auto" else blockwise, sinks=sinks)
     return model, tokenizer
 
 

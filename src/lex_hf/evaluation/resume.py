@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from lex_hf.evaluation.protocols import ProtocolSettings
 from lex_hf.evaluation.results import Outcome
 from lex_hf.evaluation.texts import Document
+from lex_hf.rope.blockwise import reader_of
 
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # in a config: where and with what it was saved
 _RECORD = b'{"key": "'  # how each line of a file of records begins
@@ -112,4 +113,6 @@ def _fingerprint(model: PreTrainedModel) -> str:
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
         digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy())
+    if (reader := reader_of(model)) is not None:  # it is not in the configuration
+        digest.update(repr((reader.patterns, reader.bound)).encode())
     return digest.hexdigest()

@@ -16,7 +16,7 @@ from lex_hf.evaluation.results import PerplexityResult
 from lex_hf.evaluation.segments import take_segments
 from lex_hf.model.configuration_lex import ATTENTION_PATTERNS
 
-_NOT_OF_THE_CHECKPOINT = ("device", "dtype", "blockwise")
+_NOT_OF_THE_CHECKPOINT = ("device", "dtype", "blockwise", "sinks")
 
 
 def measure_lengths(

@@ -101,13 +101,17 @@ def _state(layer: LexCacheLayer) -> dict[str, torch.Tensor]:
     # The storage of full attention may be twice as long as the text.
     end = layer.keys.shape[2] if layer.is_preallocated or layer.block is not None else int(counts["lengths"].max())
     states = {name: getattr(layer, name)[:, :, :end].contiguous() for name in ("keys", "values")}
-    return {**states, **counts, **dict(zip(_SINKS, layer.sinks or (), strict=False))}
+    return {**states, **counts, **dict(zip(_SINKS, _sinks(layer), strict=False))}
+
+
+def _sinks(layer: LexCacheLayer) -> tuple[torch.Tensor, ...]:
+    return getattr(layer, "sinks", None) or ()
 
 
 def _restore(layer: LexCacheLayer, state: dict[str, torch.Tensor]) -> None:
     """Make an empty layer the one whose state this is."""
     layer.lazy_initialization(state["keys"][:, :, :0], state["values"][:, :, :0])
-    for name, sinks in zip(_SINKS, layer.sinks or (), strict=False):
+    for name, sinks in zip(_SINKS, _sinks(layer), strict=False):
         sinks.copy_(state[name])
     if layer.is_preallocated:
         for name in ("keys", "values", "lengths", "padding", "columns"):

@@ -26,6 +26,7 @@ def serve(
     host: str = "localhost",
     port: int = 8000,
     blockwise: int | Literal["auto"] | None = None,
+    sinks: int = 0,
     options: Sequence[str] = (),
 ) -> None:
     """Serve a model with an API like OpenAI's, until the process is interrupted.
@@ -41,6 +42,7 @@ def serve(
         port: Port to listen on.
         blockwise: Training length with which a model with rotary positions reads in blocks, in tokens; `"auto"` takes
             it from the configuration, `None` leaves the model as it is. See [`lex_hf.blockwise`].
+        sinks: Tokens at the start of a text that a model that reads in blocks sees from everywhere.
         options: Further options of the command `transformers serve`, as typed, e.g. `["--device", "cuda:1"]`.
 
     Raises:
@@ -56,7 +58,7 @@ def serve(
     manager.transformers.LexForCausalLM = LexForCausalLM
     _check_model(model, manager)
     if blockwise is not None:
-        manager.ModelManager._load_model = _in_blocks(manager.ModelManager._load_model, blockwise)
+        manager.ModelManager._load_model = _in_blocks(manager.ModelManager._load_model, blockwise, sinks)
     # Its own list is that of the Hub's cache; a server of one model serves none of those.
     entry = {"id": model, "object": "model", "owned_by": "", "created": int(time.time())}
     manager.ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [entry])
@@ -67,11 +69,11 @@ def serve(
     command(arguments, prog_name="lex-hf serve", standalone_mode=False)
 
 
-def _in_blocks(load: Callable[..., Any], length: int | Literal["auto"]) -> Callable[..., Any]:
+def _in_blocks(load: Callable[..., Any], length: int | Literal["auto"], sinks: int) -> Callable[..., Any]:
     """Return what loads a model and makes it blockwise."""
 
     def load_in_blocks(*args: Any, **kwargs: Any) -> Any:
-        return read_in_blocks(load(*args, **kwargs), None if length == "auto" else length)
+        return read_in_blocks(load(*args, **kwargs), None if length == "auto" else length, sinks=sinks)
 
     return load_in_blocks
 

@@ -11,9 +11,8 @@ Keys are stored rotated for their absolute position. What xPos scales is relativ
 block are multiplied by constants, when they move to the first place of a pair, or in a ring by way of the query.
 Full attention is one block without an end, in storage that doubles when it is full.
 
-A pattern may have *sinks*, the first tokens of a text, which lie in the slots before the blocks and stay. They are
-kept as they came, too, and turned to stand just before the pair of blocks whenever that moves (StreamingLLM,
-arXiv 2309.17453, §3.2).
+A pattern may have *sinks*, the first tokens of a text, which lie in the slots before the blocks and stay. What else
+happens to them is up to layers that know how keys are rotated.
 """
 
 from collections.abc import Callable
@@ -54,8 +53,6 @@ class LexCacheLayer(CacheLayerMixin):
         padding: Checksum of the columns that were read as padding.
         columns: Number of columns of input read, padding included; if preallocated, a tensor without axes.
         record_past: Whether to remember what moves of blocks change, for [`LexCacheLayer.crop`].
-        sinks: Keys and values of the sinks as they came, shape `(batch, num_key_value_heads, sinks, head_dim)`; `None`
-            if the pattern has none.
         past: If so, keys and values of the pair of blocks at the last crop and of all tokens since, as they were
             written, and what scales keys of a block that becomes the previous one.
         takes_pieces: Whether `update` may be called several times in one forward pass.
@@ -75,7 +72,6 @@ class LexCacheLayer(CacheLayerMixin):
         if max_cache_len is not None:
             self.lengths, self.padding, self.columns = (torch.zeros((), dtype=torch.long) for _ in range(3))
         self.record_past = False
-        self.sinks: tuple[torch.Tensor, torch.Tensor] | None = None
         self.past: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None = None
 
     @property
@@ -113,9 +109,6 @@ class LexCacheLayer(CacheLayerMixin):
         with torch.inference_mode(False):  # so that a text begun in inference mode may be continued outside of it
             self.keys = torch.zeros((*size, width), dtype=self.dtype, device=self.device)
             self.values = torch.zeros((*size, value_states.shape[3]), dtype=self.dtype, device=self.device)
-            if self.pattern.sinks:
-                begin = self.pattern.sinks
-                self.sinks = self.keys[:, :, :begin].clone(), self.values[:, :, :begin].clone()
             if self.is_preallocated:
                 # Copies of each layer's own tensors: equal constants of a compiled graph would become one tensor.
                 lengths, padding, columns = map(self._count, COUNTS)
@@ -139,8 +132,8 @@ class LexCacheLayer(CacheLayerMixin):
                 torch._dynamo.mark_static_address(tensor)
 
     def _states(self) -> list[torch.Tensor]:
-        """Keys and values in storage."""
-        return [self.keys, self.values, *(self.sinks or ())]
+        """All keys and values in storage."""
+        return [self.keys, self.values]
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -209,9 +202,7 @@ class LexCacheLayer(CacheLayerMixin):
         self._reserve(end)
         self._remember(key, value, batch, decay)
         counts = batch.counts
-        for sinks, states in zip(self.sinks or (), (key, value), strict=False):
-            new = sinks[:, :, self.fill : end]
-            new.copy_(states.detach()[:, :, : new.shape[2]])
+        self._keep_sinks(key, value)
         if self.is_preallocated or isinstance(counts, torch.Tensor):
             keys, values = append(self.keys, key, self.fill), append(self.values, value, self.fill)
             ends = self.fill + as_tensor(counts, batch.size, key.device)
@@ -242,8 +233,7 @@ class LexCacheLayer(CacheLayerMixin):
         keys, values = (
             spread(new, fills, take(stored, slot, width)) for new, stored in ((key, self.keys), (value, self.values))
         )
-        if self.sinks is not None:
-            keys, values = self._with_sinks(keys, values, fills, first)
+        keys, values = self._with_sinks(keys, values, fills, first)
         if decay is not None and self.block is not None:
             previous = scaled(keys[:, :, : self.block], decay)
             is_stored = torch.arange(self.block, device=key.device) < fills[:, None]
@@ -265,8 +255,7 @@ class LexCacheLayer(CacheLayerMixin):
         self._reserve(end)
         row, slot = torch.arange(batch.size, device=key.device), self.pattern.ring_slots(batch.before)
         stored = []
-        if self.sinks is not None:
-            self._write_sink(key, value, batch)
+        self._write_sink(key, value, batch)
         for storage, states in ((self.keys, key), (self.values, value)):
             new = states[:, :, 0].detach()
             if batch.real is not None:
@@ -285,56 +274,20 @@ class LexCacheLayer(CacheLayerMixin):
         with torch.inference_mode(False):  # as for the first allocation
             self.keys, self.values = F.pad(self.keys, (0, 0, 0, extra)), F.pad(self.values, (0, 0, 0, extra))
 
+    def _keep_sinks(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Note the sinks among tokens that come to rows that have read equally many."""
+
     def _with_sinks(
         self, keys: torch.Tensor, values: torch.Tensor, fills: torch.Tensor, first: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Note the sinks among new tokens, and turn those of each row to its pair of blocks.
-
-        Args:
-            keys: Keys of slots 0, 1, …, shape `(batch, num_key_value_heads, slots, head_dim)`.
-            values: As `keys`.
-            fills: Slots of each row in use before the new tokens, shape `(batch,)`.
-            first: How far each row's pair of blocks has moved, same shape.
-        """
-        assert self.sinks is not None
-        is_new = (torch.arange(self.pattern.sinks, device=keys.device) >= fills[:, None])[:, None, :, None]
-        whole = []
-        for index, states in enumerate((keys, values)):
-            new, rest = states.tensor_split([self.pattern.sinks], dim=2)
-            new = torch.where(is_new, new, self.sinks[index])
-            self.sinks[index].copy_(new.detach())
-            whole.append(torch.cat((self.turned(index, new, first[:, None]), rest), dim=2))
-        return whole[0], whole[1]
+        """Note the sinks among new tokens, and turn those of each row, whose pair of blocks has moved by `first`."""
+        return keys, values
 
     def _write_sink(self, key: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
         """Note new tokens that are sinks, one for each row, and turn those of each row to its pair of blocks."""
-        assert self.sinks is not None
-        assert isinstance(batch.before, torch.Tensor)
-        sinks = torch.arange(self.pattern.sinks, device=key.device)
-        is_new = batch.before[:, None] == sinks
-        if batch.real is not None:
-            is_new &= batch.real[:, -1:]
-        first = self.pattern.pair_starts(batch.before)[:, None]
-        for index, (states, storage) in enumerate(((key, self.keys), (value, self.values))):
-            kept = self.sinks[index]
-            kept.copy_(torch.where(is_new[:, None, :, None], states.detach(), kept))
-            storage.narrow(2, 0, len(sinks)).copy_(self.turned(index, kept, first))
-
-    def turned(self, index: int, states: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-        """Return keys or values as they were if their tokens stood later in the text.
-
-        Args:
-            index: 0 for what is stored as keys, 1 for what is stored as values.
-            states: Shape `(batch, num_key_value_heads, keys, head_dim)`.
-            distance: By how many tokens, shape `(batch or 1, keys or 1)`.
-        """
-        raise NotImplementedError(f"{type(self).__name__} does not know how keys are rotated.")
 
     def _place_sinks(self, first: int) -> None:
         """Turn sinks to stand before a pair of blocks that begins `first` tokens after the first one."""
-        distance = torch.full((1, 1), first, device=self.keys.device)
-        for index, (sinks, storage) in enumerate(zip(self.sinks or (), (self.keys, self.values), strict=False)):
-            storage[:, :, : self.pattern.sinks] = self.turned(index, sinks, distance)
 
     def _make_room(self, decay: torch.Tensor | None) -> None:
         """Move the second block to the first place if the pair is full."""
@@ -538,7 +491,6 @@ class LexCacheLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         self.keys, self.values = function(self.keys), function(self.values)
-        self.sinks = None if self.sinks is None else (function(self.sinks[0]), function(self.sinks[1]))
         self.lengths, self.padding = (
             function(counts) if isinstance(counts, torch.Tensor) else counts for counts in (self.lengths, self.padding)
         )

@@ -1,6 +1,6 @@
 """The cache of a model that was made blockwise: transformers' own, with layers of two blocks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,10 +25,14 @@ class BlockCacheLayer(LexCacheLayer):
     Attributes:
         batch: Layout of the tokens that are being read.
         turns: How sinks are turned, in what is stored as keys and as values; `None` if there are none.
+        sinks: Keys and values of the sinks as they came, shape `(batch, num_key_value_heads, sinks, head_dim)`. Those
+            in storage are turned to stand just before the pair of blocks, whenever that moves (StreamingLLM,
+            arXiv 2309.17453, §3.2).
     """
 
     batch: Batch | None = None
     turns: tuple[Turn, Turn] | None = None
+    sinks: tuple[torch.Tensor, torch.Tensor] | None = None
 
     # transformers takes the size of sliding windows' masks from the first layer that says so.
     is_sliding = False
@@ -52,10 +56,71 @@ class BlockCacheLayer(LexCacheLayer):
         assert batch is not None, "a cache of blocks is read by the model that it was made for"
         return super().update(batch.align(key_states), batch.align(value_states), batch, None)
 
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the storage; see [`LexCacheLayer.lazy_initialization`]."""
+        super().lazy_initialization(key_states, value_states)
+        if self.pattern.sinks:
+            begin = self.pattern.sinks
+            with torch.inference_mode(False):
+                self.sinks = self.keys[:, :, :begin].clone(), self.values[:, :, :begin].clone()
+            self._pin()
+
+    def _states(self) -> list[torch.Tensor]:
+        return [*super()._states(), *(self.sinks or ())]
+
+    def _keep_sinks(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        for sinks, states in zip(self.sinks or (), (key, value), strict=False):
+            new = sinks[:, :, self.fill : self.fill + states.shape[2]]
+            new.copy_(states.detach()[:, :, : new.shape[2]])
+
+    def _with_sinks(
+        self, keys: torch.Tensor, values: torch.Tensor, fills: torch.Tensor, first: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.sinks is None:
+            return keys, values
+        is_new = (torch.arange(self.pattern.sinks, device=keys.device) >= fills[:, None])[:, None, :, None]
+        whole = []
+        for index, states in enumerate((keys, values)):
+            new, rest = states.tensor_split([self.pattern.sinks], dim=2)
+            new = torch.where(is_new, new, self.sinks[index])
+            self.sinks[index].copy_(new.detach())
+            whole.append(torch.cat((self.turned(index, new, first[:, None]), rest), dim=2))
+        return whole[0], whole[1]
+
+    def _write_sink(self, key: torch.Tensor, value: torch.Tensor, batch: Batch) -> None:
+        if self.sinks is None:
+            return
+        assert isinstance(batch.before, torch.Tensor)
+        sinks = torch.arange(self.pattern.sinks, device=key.device)
+        is_new = batch.before[:, None] == sinks
+        if batch.real is not None:
+            is_new &= batch.real[:, -1:]
+        first = self.pattern.pair_starts(batch.before)[:, None]
+        for index, (states, storage) in enumerate(((key, self.keys), (value, self.values))):
+            kept = self.sinks[index]
+            kept.copy_(torch.where(is_new[:, None, :, None], states.detach(), kept))
+            storage.narrow(2, 0, len(sinks)).copy_(self.turned(index, kept, first))
+
     def turned(self, index: int, states: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-        """Return keys or values as they were if their tokens stood later in the text; see [`Turn`]."""
+        """Return keys or values as they were if their tokens stood later in the text.
+
+        Args:
+            index: 0 for what is stored as keys, 1 for what is stored as values.
+            states: Shape `(batch, num_key_value_heads, keys, head_dim)`.
+            distance: By how many tokens, shape `(batch or 1, keys or 1)`.
+        """
         assert self.turns is not None, "a pattern with sinks comes with a way to turn them"
         return self.turns[index](states, distance)
+
+    def _place_sinks(self, first: int) -> None:
+        distance = torch.full((1, 1), first, device=self.keys.device)
+        for index, (sinks, storage) in enumerate(zip(self.sinks or (), (self.keys, self.values), strict=False)):
+            storage[:, :, : self.pattern.sinks] = self.turned(index, sinks, distance)
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        if self.sinks is not None:
+            self.sinks = function(self.sinks[0]), function(self.sinks[1])
+        super()._map(function)
 
 
 class HybridBlockCacheLayer(BlockCacheLayer, LinearAttentionLayer):

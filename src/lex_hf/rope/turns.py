@@ -105,11 +105,16 @@ def _recognise(
 ) -> Turn:
     """Find out how states at one place of a text become those at others, which are given by their distance."""
     states = near.float()
-    tolerance = 8 * max(torch.finfo(near.dtype).eps, 1e-5) * float(states.abs().max())
-    for turn in _candidates(decoder, states.shape[-1]):
+
+    def error(turn: Turn) -> float:
         turned = {distance: turn(states, torch.full((1, 1), distance, device=states.device)) for distance in far}
-        if all(float((turned[each] - far[each].float()).abs().max()) <= tolerance for each in far):
-            return turn
+        return max(float((turned[distance] - moved.float()).abs().max()) for distance, moved in far.items())
+
+    best = min(_candidates(decoder, states.shape[-1]), key=error)
+    rounding = max(torch.finfo(dtype).eps for dtype in (near.dtype, torch.float32))  # models have float32 angles
+    # Another rotation would differ by as much as the states themselves.
+    if error(best) <= rounding**0.5 * float(states.abs().max()):
+        return best
     raise ValueError(
         f"{type(model).__name__} cannot be made blockwise with sinks: the keys of layer {layer} are rotated in a way "
         "that is not known here, so they cannot be turned to stand before another block. Use sinks=0."
