@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import numpy as np
 from record import Record, Sample, find
-from systems import SYSTEMS, attention_flops, cache_bytes
+from systems import IN_BLOCKS, SYSTEMS, attention_flops, cache_bytes
 
 
 @dataclass(frozen=True)
 class DecodeCost:
-    """Seconds for a token of LEX.
+    """Seconds for a token of what reads in blocks.
 
     Attributes:
         ordinary: Median over the tokens for which there is a free slot.
@@ -35,7 +35,7 @@ def decode_cost(record: Record, sample: Sample) -> DecodeCost:
 
 
 def per_token(record: Record, measure: str, system: str, length: int) -> float | None:
-    """Seconds for a token: the median over calls, for LEX in decoding with its share in the moves of blocks.
+    """Seconds for a token: the median over calls; in decoding in blocks, with its share in their moves.
 
     Returns:
         `None` if it was not measured.
@@ -43,7 +43,7 @@ def per_token(record: Record, measure: str, system: str, length: int) -> float |
     sample = find(record.samples, measure, system, length)
     if sample is None or not sample.seconds:
         return None
-    if (measure, system) == ("decode", "lex"):
+    if measure == "decode" and system in IN_BLOCKS:
         return decode_cost(record, sample).amortised
     return float(np.median(sample.seconds)) / sample.tokens
 
@@ -137,6 +137,10 @@ def targets(record: Record) -> list[Target]:
         known = [seconds for each in systems if (seconds := decode(each, context)) is not None]
         return min(known) if len(known) == len(systems) else None
 
+    def cached(system: str, context: int) -> float | None:
+        sample = find(record.samples, "decode", system, context)
+        return None if sample is None or sample.cache is None else float(sample.cache)
+
     streamed = {length: find(record.peaks, "streaming", "lex", length) for length in (8192, 65536)}
     memory = [None if peak is None else float(peak.peak) for peak in streamed.values()]
     return [
@@ -179,5 +183,26 @@ def targets(record: Record) -> list[Target]:
         Target("streaming evaluation, peak memory of 64k tokens against 8k", ratio(memory[1], memory[0]), 1.05),
         Target(
             "training step at l against the same model without positions", ratio(train("lex"), train("none")), 1.02
+        ),
+        Target(
+            "blockwise Llama: prefill of 16k tokens, in units of Llama's linear layers",
+            ratio(prefill("blockwise_llama", 16384), prefill("linear_llama", 16384)),
+            1.4,
+        ),
+        Target(
+            "blockwise Llama: prefill of 16k tokens, times faster than Mistral with the same window",
+            ratio(prefill("mistral", 16384), prefill("blockwise_llama", 16384)),
+            2.5,
+            at_least=True,
+        ),
+        Target(
+            "blockwise Llama: decode, a token at 8k of context against 1k",
+            ratio(decode("blockwise_llama", 8192), decode("blockwise_llama", 1024)),
+            1.05,
+        ),
+        Target(
+            "blockwise Llama: bytes of the cache at 8k of context against 1k",
+            ratio(cached("blockwise_llama", 8192), cached("blockwise_llama", 1024)),
+            1.0,
         ),
     ]

@@ -1,6 +1,7 @@
 """Prefill, decoding, training and streaming, measured."""
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +15,15 @@ from record import Rate, Record, Sample
 from rich.console import Console
 from settings import Settings
 from systems import (
+    FLOORS,
+    IN_BLOCKS,
     OWN,
     SYSTEMS,
     WITHOUT_POSITIONS,
     cache_bytes,
     extrapolated,
     free_memory,
+    held_bytes,
     linear_weights,
     new_cache,
     weight_bytes,
@@ -34,6 +38,7 @@ FLOOR_EVERY = 4  # chunks, when a text is read in chunks
 COMPILED = ("lex", "llama")
 PEERS_IN_TRAINING = ("gpt_neox", "llama", "mistral")
 PEER_TURNS = 5  # in training, peers have one turn in so many rounds
+Caches = dict[int, dict[str, Cache | None]]  # by number of tokens read, and name of the system
 
 
 def measure(record: Record, parts: Collection[str], *, compiled: bool, console: Console) -> None:
@@ -86,7 +91,7 @@ def _described(name: str, model: nn.Module) -> dict[str, Any]:
 
 def _memory_tasks(settings: Settings, parts: Collection[str]) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     if "prefill" in parts:
-        yield from (("prefill", name, settings.lengths) for name in SYSTEMS if name != "linear")
+        yield from (("prefill", name, settings.lengths) for name in SYSTEMS if name not in FLOORS)
     if "training" in parts:
         yield from ((task, "lex", (settings.training_length,)) for task in ("training", "checkpointed"))
     if "streaming" in parts:
@@ -122,30 +127,33 @@ def _read(model: Any, inputs: Tensor) -> object:
 
 
 @torch.no_grad()
-def chunked(settings: Settings, models: dict[str, Any], stops: list[int]) -> tuple[list[Sample], dict[int, Cache]]:
-    """Read one text with LEX in chunks of `l` tokens, and in between chunks with the linear layers alone.
+def chunked(settings: Settings, models: dict[str, Any], stops: list[int]) -> tuple[list[Sample], Caches]:
+    """Read one text in blocks, in chunks of `l` tokens, and in between chunks with the linear layers alone.
 
     Returns:
-        For each of `stops`, the times of the chunks from the stop before up to it, and a copy of the cache there.
+        For each of `stops`, the times of the chunks from the stop before up to it; and copies of the caches there.
     """
-    lex, size = models["lex"], settings.training_length
-    cache, caches, samples, done = new_cache(lex), dict[int, Cache](), [], 0
-    assert cache is not None
-    inputs = random_states(settings, 1, size)
-    _read(lex, inputs), _read(models["linear"], inputs)
+    size, samples, copies, done = settings.training_length, list[Sample](), Caches(), 0
+    inputs, caches = random_states(settings, 1, size), {name: new_cache(models[name]) for name in IN_BLOCKS}
+    for name in OWN:
+        _read(models[name], inputs)
     for stop in stops:
-        times: dict[str, list[float]] = {"lex": [], "linear": []}
+        times = defaultdict[str, list[float]](list)
         for number, begin in enumerate(range(done, stop, size)):
             piece = inputs[:, : min(size, stop - begin)]
-            seconds = timed(partial(lex, inputs_embeds=piece, past_key_values=cache), settings.device)
-            if piece.shape[1] < size:  # the rest of a text takes its time, but not that of a chunk
-                continue
-            times["lex"].append(seconds)
+            calls = {
+                name: partial(models[name], inputs_embeds=piece, past_key_values=cache)
+                for name, cache in caches.items()
+            }
             if number % FLOOR_EVERY == 0:
-                times["linear"].append(timed(partial(_read, models["linear"], piece), settings.device))
-        samples += [Sample("chunked", name, stop, size, seconds) for name, seconds in times.items() if seconds]
-        done, caches[stop] = stop, copy.deepcopy(cache)
-    return samples, caches
+                calls |= {name: partial(_read, models[name], piece) for name in FLOORS}
+            for name, call in calls.items():
+                seconds = timed(call, settings.device)
+                if piece.shape[1] == size:  # the rest of a text takes its time, but not that of a chunk
+                    times[name].append(seconds)
+        samples += [Sample("chunked", name, stop, size, seconds) for name, seconds in times.items()]
+        done, copies[stop] = stop, copy.deepcopy(caches)
+    return samples, copies
 
 
 @dataclass
@@ -155,16 +163,17 @@ class _Decoding:
     name: str
     context: int
     job: Job
+    cache: Cache | None
 
 
 @torch.no_grad()
 def decode(
-    settings: Settings, models: dict[str, Any], lex_caches: dict[int, Cache], console: Console, *, compiled: bool
+    settings: Settings, models: dict[str, Any], caches: Caches, console: Console, *, compiled: bool
 ) -> tuple[list[Sample], list[Rate]]:
     """Time single tokens after contexts of several lengths, all in turns, and what reading memory takes.
 
-    LEX decodes a whole block at each context, so that its blocks move once in each. Its contexts have been read; the
-    caches of the others are filled with random keys and values, which take as long.
+    What reads in blocks decodes a whole block at each context, so that its blocks move once in each. It has read its
+    contexts; the caches of the others are filled with random keys and values, which take as long.
     """
     token, samples, running = random_states(settings, 1, 1), [], []
     rounds = -(-settings.block // settings.burst)
@@ -174,19 +183,23 @@ def decode(
             if reason := _no_room(settings, name, context):
                 samples.append(Sample("decode", name, context, 1, [], reason))
                 continue
-            cache = lex_caches[context] if name == "lex" else _filled(settings, model, new_cache(model), context)
-            running.append(_Decoding(name, context, _job(settings, model, token, cache, name == "lex")))
+            in_blocks = name in IN_BLOCKS
+            cache = caches[context][name] if in_blocks else _filled(settings, model, new_cache(model), context)
+            running.append(_Decoding(name, context, _job(settings, model, token, cache, in_blocks), cache))
         for name in COMPILED if compiled else ():
             console.print(f"decode: compiling {name}")
-            cache = _static_cache(settings, models[name], context, lex_caches)
+            cache = _static_cache(settings, models[name], context)
             mode = "reduce-overhead" if settings.device == "cuda" else None
             step = torch.compile(models[name], mode=mode, fullgraph=True)  # an error rather than half of it eager
             job = _job(settings, step, token, cache, name == "lex")
-            running.append(_Decoding(f"{name}_compiled", context, job))
+            running.append(_Decoding(f"{name}_compiled", context, job, cache))
     console.print(f"decode: {len(running)} texts in turns")
     rates = [*_reading(settings)]
     interleave([*(each.job for each in running), *(job for _, job in rates)], rounds, settings.device)
-    samples += [Sample("decode", each.name, each.context, 1, each.job.seconds) for each in running]
+    samples += [
+        Sample("decode", each.name, each.context, 1, each.job.seconds, cache=held_bytes(each.cache))
+        for each in running
+    ]
     return samples, [Rate("read", how, settings.read_bytes, job.seconds) for how, job in rates]
 
 
@@ -205,7 +218,7 @@ def _filled(settings: Settings, model: Any, cache: Cache | None, context: int) -
     return cache
 
 
-def _static_cache(settings: Settings, model: Any, context: int, lex_caches: dict[int, Cache]) -> Cache:
+def _static_cache(settings: Settings, model: Any, context: int) -> Cache:
     """Make a cache of fixed size with `context` tokens."""
     room = context + settings.warm_up + settings.block + settings.burst
     if model.config.model_type != "lex":

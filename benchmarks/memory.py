@@ -18,7 +18,7 @@ import torch
 from interleave import timed
 from record import Peak
 from settings import Settings
-from systems import SYSTEMS, lex_config, new_cache, why_not
+from systems import OWN, SYSTEMS, lex_config, new_cache, random_model, why_not
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
@@ -60,7 +60,7 @@ def peaks(settings: Settings, task: str, system: str, lengths: Sequence[int]) ->
     model = _model(settings, task, system)
     built, found, seconds = _memory_now(settings), [], dict[int, float]()
     for length in lengths:
-        reason = why_not(settings, SYSTEMS[system], length, seconds) if system != "lex" else None
+        reason = None if system in OWN else why_not(settings, SYSTEMS[system], length, seconds)
         if reason is None:
             if settings.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -85,8 +85,7 @@ def training_step(model: Any, inputs: Tensor, direction: Tensor) -> None:
 
 def _model(settings: Settings, task: str, system: str) -> nn.Module:
     if task == "streaming":
-        with torch.device(settings.device):
-            return AutoModelForCausalLM.from_config(lex_config(settings), dtype=settings.torch_dtype).eval()
+        return random_model(settings, lex_config(settings), AutoModelForCausalLM)
     model: Any = SYSTEMS[system].build(settings)
     if task == "checkpointed":
         model.activation_checkpointing_enable()

@@ -27,6 +27,8 @@ class Sample:
         tokens: Tokens that one call reads.
         seconds: Time of every call, in order.
         skipped: Why there are none.
+        cache: Bytes that hold the keys and values after decoding; `None` for other measures, without a cache, and in
+            records that are older than this field.
     """
 
     measure: str
@@ -35,6 +37,7 @@ class Sample:
     tokens: int
     seconds: list[float]
     skipped: str | None = None
+    cache: int | None = None
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ PREFILL = {
     "prefill": "Prefill in one pass",
     "chunked": "Prefill in chunks of l; at each length, the chunks since the length before",
 }
+MOVES = {"lex": "LEX", "blockwise_llama": "the blockwise Llama"}
 TRAINING = {
     "none": "LEX without positions",
     "lex": "LEX",
@@ -32,6 +33,12 @@ TRAINING = {
     "llama": "Llama",
     "mistral": "Mistral",
 }
+# Two more than the figures of the package have, whose colours would change if these were added there.
+_STYLES = (
+    *plots.STYLES,
+    {"color": "#000000", "marker": "X", "linestyle": "-"},
+    {"color": "#7F7F7F", "marker": "<", "linestyle": ":"},
+)
 MEMORY = {
     "streaming": "streaming evaluation",
     "training": "training step",
@@ -87,7 +94,9 @@ def tables(record: Record) -> Iterator[Table]:
     for measure, title in PREFILL.items():
         yield from _by_length(record, measure, title, "µs", 1e6)
     yield from _by_length(record, "decode", "Decoding, by tokens in the cache", "ms", 1e3)
-    yield from _moves(record)
+    for system in MOVES:
+        yield from _moves(record, system)
+    yield from _caches(record)
     yield from _training(record)
     yield from _prefill_memory(record)
     yield from _other_memory(record)
@@ -136,18 +145,32 @@ def _ratios(record: Record, measure: str, system: str, length: int) -> str:
     return NONE if to_floor is None or to_lex is None else f"{to_floor:.3f} ({to_lex:.3f})"
 
 
-def _moves(record: Record) -> Iterator[Table]:
-    samples = [each for each in record.samples if (each.measure, each.system) == ("decode", "lex") and each.seconds]
+def _moves(record: Record, system: str) -> Iterator[Table]:
+    samples = [each for each in record.samples if (each.measure, each.system) == ("decode", system) and each.seconds]
     costs = {each.length: decode_cost(record, each) for each in samples}
     if costs:
         rows = [
             [str(context), *(NONE if each is None else f"{each * 1e3:.4g}" for each in vars(cost).values())]
             for context, cost in costs.items()
         ]
-        title = (
-            f"Decoding with LEX: ms for a token, and for the one in {record.settings.block} before which blocks move"
-        )
+        block = record.settings.block
+        title = f"Decoding with {MOVES[system]}: ms for a token, and for the one in {block} before which blocks move"
         yield Table(title, ["context", "ordinary", "moving", "amortised"], rows)
+
+
+def _caches(record: Record) -> Iterator[Table]:
+    samples = [each for each in record.samples if each.measure == "decode" and each.cache is not None]
+    systems, contexts = ({getattr(each, name): None for each in samples} for name in ("system", "length"))
+    rows = [
+        [system, *(_kibibytes(find(samples, "decode", system, context)) for context in contexts)] for system in systems
+    ]
+    if rows:
+        title = "Decoding, by tokens in the cache: KiB of memory that hold keys and values in the end"
+        yield Table(title, ["system", *map(str, contexts)], rows)
+
+
+def _kibibytes(sample: Sample | None) -> str:
+    return NONE if sample is None or sample.cache is None else f"{sample.cache / 2**10:.0f}"
 
 
 def _training(record: Record) -> Iterator[Table]:
@@ -221,7 +244,7 @@ def picture(record: Record) -> Figure | None:
         return None
     figure = Figure(figsize=(1 + 4 * len(panels), 4.6), layout="constrained")
     figure.suptitle(_hardware(record))
-    styles, legend = dict(zip(SYSTEMS, plots.STYLES, strict=True)), dict[str, Line2D]()
+    styles, legend = dict(zip(SYSTEMS, _STYLES, strict=True)), dict[str, Line2D]()
     for place, ((title, xlabel, ylabel), curves) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(1, len(panels), place)
         for system, curve in curves.items():
@@ -229,7 +252,7 @@ def picture(record: Record) -> Figure | None:
             legend.setdefault(system, line)
         axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
         _logarithmic(axes)
-    figure.legend(legend.values(), legend, loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(legend.values(), legend, loc="outside lower center", ncols=4, frameon=False)
     return figure
 
 

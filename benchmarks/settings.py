@@ -19,7 +19,7 @@ class Settings:
         hidden_size: Width of the residual stream.
         num_heads: Number of attention heads.
         intermediate_size: Width of the feed-forward layer where it has two matrices.
-        training_length: `l` in tokens: two blocks of LEX, the window of Mistral, the length of a training example.
+        training_length: `l` in tokens: two blocks, the window of Mistral, the length of a training example.
         lengths: Lengths of the texts that are prefilled, in tokens, ascending.
         contexts: Tokens in the cache when decoding begins, ascending.
         streaming: Lengths of the texts for streaming evaluation, ascending.
@@ -27,7 +27,7 @@ class Settings:
         budget: Seconds after which no further round of calls at one length is begun.
         call_limit: A peer is left out where one call would take more seconds than this.
         window_call_limit: The same for the peer whose window is that of LEX; past `call_limit` it is called only once.
-        decode_tokens: Tokens that every peer decodes at each context; LEX decodes a whole block.
+        decode_tokens: Tokens that every peer decodes at each context; what reads in blocks decodes a whole block.
         warm_up: Tokens that are decoded before the clock runs.
         burst: Tokens that a system decodes before the next one has its turn.
         training_repeats: Calls of a training step, forwards and backwards.
@@ -47,7 +47,7 @@ class Settings:
     contexts: tuple[int, ...] = (1024, 4096, 8192, 65536)
     streaming: tuple[int, ...] = (8192, 65536)
     repeats: int = 3
-    budget: float = 120.0
+    budget: float = 240.0
     call_limit: float = 20.0
     window_call_limit: float = 120.0
     decode_tokens: int = 64
@@ -78,7 +78,7 @@ class Settings:
 
     @property
     def block(self) -> int:
-        """Tokens in a block of LEX, `l / 2`."""
+        """Tokens in a block, `l / 2`."""
         return self.training_length // 2
 
     @property

@@ -10,6 +10,7 @@ from settings import Settings
 from torch import Tensor, nn
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
     Cache,
     DynamicCache,
     GPTNeoXConfig,
@@ -21,7 +22,7 @@ from transformers import (
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from lex_hf import LexCache, LexConfig, LexModel
+from lex_hf import LexCache, LexConfig, LexModel, blockwise
 from lex_hf.model.masking_lex import BlockwisePattern
 from lex_hf.model.modeling_lex import CHUNK
 
@@ -60,12 +61,13 @@ class DenseMaskBCA(nn.Module):
 
 
 class LinearLayers(nn.Module):
-    """The floor: the linear layers, norms and activations of a LEX model, without its attention.
+    """The floor: the linear layers, norms and activations of a model, without its attention.
 
-    Queries and keys are computed and thrown away; values go straight to the output projection.
+    Queries and keys are computed and thrown away; values go straight to the output projection. LEX and Llama call all
+    of them by the same names.
     """
 
-    def __init__(self, model: LexModel) -> None:
+    def __init__(self, model: LexModel | LlamaModel) -> None:
         super().__init__()
         self.layers, self.norm = model.layers, model.norm
 
@@ -117,38 +119,48 @@ def lex_config(settings: Settings, **fields: Any) -> LexConfig:
     )
 
 
-def base_model(settings: Settings, config: PreTrainedConfig) -> Any:
-    """Make a model without a head, with random weights, in evaluation mode."""
+def random_model(settings: Settings, config: PreTrainedConfig, kind: Any = AutoModel) -> Any:
+    """Make a model with random weights, in evaluation mode; `kind` is the Auto class that gives it a head, or none."""
     with torch.device(settings.device):
-        return AutoModel.from_config(config, dtype=settings.torch_dtype, attn_implementation="sdpa").eval()
+        return kind.from_config(config, dtype=settings.torch_dtype, attn_implementation="sdpa").eval()
 
 
 def _lex(settings: Settings) -> nn.Module:
-    return base_model(settings, lex_config(settings))
+    return random_model(settings, lex_config(settings))
 
 
 def _without_positions(settings: Settings) -> nn.Module:
-    return base_model(settings, lex_config(settings, position_embedding_type="none"))
+    return random_model(settings, lex_config(settings, position_embedding_type="none"))
 
 
 def _linear(settings: Settings) -> nn.Module:
-    return LinearLayers(base_model(settings, lex_config(settings)))
+    return LinearLayers(random_model(settings, lex_config(settings)))
+
+
+def _linear_llama(settings: Settings) -> nn.Module:
+    return LinearLayers(_llama(settings))
 
 
 def _gpt_neox(settings: Settings) -> nn.Module:
     config = GPTNeoXConfig(
         **_shape(settings), intermediate_size=settings.intermediate_size, max_position_embeddings=_ENDLESS
     )
-    return base_model(settings, config)
+    return random_model(settings, config)
 
 
-def _llama(settings: Settings, **fields: Any) -> nn.Module:
-    return base_model(settings, LlamaConfig(**_gated_shape(settings), **fields))
+def _llama(settings: Settings, **fields: Any) -> Any:
+    return random_model(settings, LlamaConfig(**_gated_shape(settings), **fields))
+
+
+def _blockwise_llama(settings: Settings) -> nn.Module:
+    # What makes it blockwise compares logits, so it needs a head for a while.
+    whole = random_model(settings, LlamaConfig(**_gated_shape(settings)), AutoModelForCausalLM)
+    return blockwise(whole, settings.training_length).model
 
 
 def _mistral(settings: Settings) -> nn.Module:
     config = MistralConfig(**_gated_shape(settings), sliding_window=settings.training_length)
-    return base_model(settings, config)
+    return random_model(settings, config)
 
 
 def _dense_mask(settings: Settings) -> nn.Module:
@@ -197,6 +209,7 @@ SYSTEMS: dict[str, System] = {
     "lex": System("LEX: xPos and blockwise causal attention", _lex, _keys_in_pair),
     "gpt_neox": System("transformers GPT-NeoX, full attention", _gpt_neox, _all_keys),
     "llama": System("transformers Llama, full attention", _llama, _all_keys),
+    "blockwise_llama": System("transformers Llama, made blockwise by lex_hf", _blockwise_llama, _keys_in_pair),
     "mistral": System(
         "transformers Mistral, sliding window of l", _mistral, _keys_in_window, mask_bytes=1 + 4, has_window=True
     ),
@@ -207,16 +220,29 @@ SYSTEMS: dict[str, System] = {
         mask_bytes=1 + 4 + 2 * 8,
     ),
     "linear": System("the linear layers of LEX alone, the floor", _linear, _no_keys),
+    "linear_llama": System("the linear layers of Llama alone, the floor of blockwise_llama", _linear_llama, _no_keys),
 }
 WITHOUT_POSITIONS = System("LEX with position_embedding_type none", _without_positions, _keys_in_pair)
-OWN = ("lex", "linear")  # never left out
+IN_BLOCKS = ("lex", "blockwise_llama")
+FLOORS = ("linear", "linear_llama")
+OWN = (*IN_BLOCKS, *FLOORS)  # never left out
 
 
 def new_cache(model: Any) -> Cache | None:
-    """Make the cache that the model itself would make; the linear layers have none."""
+    """Make the cache that the model itself would make; the linear layers have none.
+
+    A model that was made blockwise gives the `DynamicCache` layers of its own before it reads anything into it.
+    """
     if isinstance(model, LinearLayers):
         return None
     return LexCache(model.config) if isinstance(model, LexModel) else DynamicCache(config=model.config)
+
+
+def held_bytes(cache: Cache | None) -> int | None:
+    """Bytes of memory that hold the keys and values of a cache, in use or not; `None` without a cache."""
+    if cache is None:
+        return None
+    return sum(states.untyped_storage().nbytes() for layer in cache.layers for states in (layer.keys, layer.values))
 
 
 def linear_weights(model: nn.Module) -> int:

@@ -58,12 +58,13 @@ def record() -> Record:
 
 def test_every_system_is_measured(record: Record) -> None:
     calls = {(each.measure, each.system, each.length): len(each.seconds) for each in record.samples}
-    everyone = list(systems.SYSTEMS)
-    assert everyone == ["lex", "gpt_neox", "llama", "mistral", "dense_mask", "linear"]
+    everyone = ["lex", "gpt_neox", "llama", "blockwise_llama", "mistral", "dense_mask", "linear", "linear_llama"]
+    assert list(systems.SYSTEMS) == everyone
     expected = {("prefill", name, length): 2 for name in everyone for length in (32, 64)}
-    expected |= {("decode", name, context): 8 if name == "lex" else 4 for name in everyone for context in (32, 64)}
-    expected |= {("chunked", "lex", length): 2 for length in (32, 64)}
-    expected |= {("chunked", "linear", length): 1 for length in (32, 64)}
+    expected |= {("decode", name, context): 4 for name in everyone for context in (32, 64)}
+    expected |= {("decode", name, context): 8 for name in systems.IN_BLOCKS for context in (32, 64)}
+    expected |= {("chunked", name, length): 2 for name in systems.IN_BLOCKS for length in (32, 64)}
+    expected |= {("chunked", name, length): 1 for name in systems.FLOORS for length in (32, 64)}
     expected |= {("training", name, 16): 2 for name in ("lex", "none")}
     expected |= {("training", name, 16): 1 for name in ("lex_checkpointed", "gpt_neox", "llama", "mistral")}
     assert calls == expected
@@ -75,9 +76,20 @@ def test_every_system_is_measured(record: Record) -> None:
     ]
 
 
+def test_the_memory_of_caches(record: Record) -> None:
+    held = {(each.system, each.length): each.cache for each in record.samples if each.measure == "decode"}
+    token, decoded = 2 * 32 * 4, TOY.warm_up + TOY.decode_tokens
+    for context in (32, 64):
+        assert [held[name, context] for name in systems.IN_BLOCKS] == [2 * TOY.block * token] * 2
+        assert held["llama", context] == (context + decoded) * token
+        assert [held[name, context] for name in systems.FLOORS] == [None] * 2
+
+
 def test_memory_of_every_task(record: Record) -> None:
     tasks = [(each.task, each.system, each.length) for each in record.peaks]
-    expected = [("prefill", name, length) for name in systems.SYSTEMS if name != "linear" for length in (32, 64)]
+    expected = [
+        ("prefill", name, length) for name in systems.SYSTEMS if name not in systems.FLOORS for length in (32, 64)
+    ]
     expected += [("training", "lex", 16), ("checkpointed", "lex", 16)]
     assert tasks == [*expected, ("streaming", "lex", 64), ("streaming", "lex", 128)]
     assert all(each.peak >= each.built > 0 and each.seconds > 0 for each in record.peaks)
@@ -89,14 +101,16 @@ def test_all_do_the_same_arithmetic(record: Record) -> None:
         systems.SYSTEMS, matrices
     )
     counted = {}
-    for name in ("lex", "linear"):
+    for name in systems.OWN:
         model = systems.SYSTEMS[name].build(TOY)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(inputs_embeds=torch.randn(1, 64, 32))
         counted[name] = counter.get_flop_counts()["Global"]
-    products = torch.ops.aten.addmm
-    assert counted["linear"] == {products: 2 * 64 * matrices}
-    assert counted["lex"][products] == 2 * 64 * matrices
+    with_bias, without = torch.ops.aten.addmm, torch.ops.aten.mm
+    assert counted["linear"] == {with_bias: 2 * 64 * matrices}
+    assert counted["lex"][with_bias] == 2 * 64 * matrices
+    assert counted["linear_llama"] == {without: 2 * 64 * matrices}
+    assert counted["blockwise_llama"][without] == 2 * 64 * matrices
     # Two thirds of 4096, of three matrices in place of two.
     assert abs(3 * Settings().gated_intermediate_size - 2 * 4096) < 0.002 * 2 * 4096
 
@@ -139,17 +153,29 @@ def test_peers_see_what_they_are_said_to_see(name: str) -> None:
     assert int((states.grad[0] != 0).any(dim=-1).sum()) == systems.SYSTEMS[name].keys(TOY, 39)
 
 
-def test_lex_is_said_to_meet_the_keys_in_its_cache() -> None:
-    model: Any = systems.SYSTEMS["lex"].build(TOY)
+def test_the_blockwise_llama_computes_what_the_dense_mask_does() -> None:
+    model: Any = systems.SYSTEMS["blockwise_llama"].build(TOY)
+    dense: Any = systems.SYSTEMS["dense_mask"].build(TOY)
+    dense.model.load_state_dict(model.state_dict())
+    states = torch.randn(1, 50, 32)
+    with torch.no_grad():
+        blocks, masked = (each(inputs_embeds=states).last_hidden_state for each in (model, dense))
+    torch.testing.assert_close(blocks, masked)
+
+
+@pytest.mark.parametrize("name", systems.IN_BLOCKS)
+def test_what_reads_in_blocks_is_said_to_meet_the_keys_in_its_cache(name: str) -> None:
+    model: Any = systems.SYSTEMS[name].build(TOY)
     cache: Any = systems.new_cache(model)
     with torch.no_grad():
         for read in range(40):
             model(inputs_embeds=torch.randn(1, 1, 32), past_key_values=cache)
-            assert cache.layers[0].fill == systems.SYSTEMS["lex"].keys(TOY, read)
+            assert cache.layers[0].fill == systems.SYSTEMS[name].keys(TOY, read)
 
 
-def test_the_cost_of_a_move_is_that_of_the_token_before_which_blocks_move() -> None:
-    model: Any = systems.SYSTEMS["lex"].build(TOY)
+@pytest.mark.parametrize("name", systems.IN_BLOCKS)
+def test_the_cost_of_a_move_is_that_of_the_token_before_which_blocks_move(name: str) -> None:
+    model: Any = systems.SYSTEMS[name].build(TOY)
     cache: Any = systems.new_cache(model)
     seconds = []
     with torch.no_grad():
@@ -158,11 +184,11 @@ def test_the_cost_of_a_move_is_that_of_the_token_before_which_blocks_move() -> N
             before = cache.layers[0].fill
             model(inputs_embeds=torch.randn(1, 1, 32), past_key_values=cache)
             seconds.append(9.0 if cache.layers[0].fill < before else 1.0)
-    sample = Sample("decode", "lex", 32, 1, seconds)
+    sample = Sample("decode", name, 32, 1, seconds)
     record = Record("cpu", "", "", {}, {}, TOY, samples=[sample])
     assert derived.decode_cost(record, sample) == derived.DecodeCost(1.0, 9.0, 2.0)
-    assert derived.per_token(record, "decode", "lex", 32) == 2.0
-    early = Sample("decode", "lex", 1, 1, [3.0, 3.0])
+    assert derived.per_token(record, "decode", name, 32) == 2.0
+    early = Sample("decode", name, 1, 1, [3.0, 3.0])
     assert derived.decode_cost(record, early) == derived.DecodeCost(3.0, None, 3.0)
 
 
@@ -238,7 +264,7 @@ def test_compiled_decoding_reads_the_same_text() -> None:
     with torch.no_grad():
         for name, model in models.items():
             torch.manual_seed(1)
-            cache = measurements._static_cache(TOY, model, 33, {})
+            cache = measurements._static_cache(TOY, model, 33)
             assert int(cache.get_seq_length()) == 33
             torch.manual_seed(1)
             plain = systems.new_cache(model)
@@ -262,15 +288,29 @@ def test_a_record_comes_back_as_it_was(record: Record, tmp_path: Path) -> None:
     assert set(content["software"]) == {"python", "torch", "transformers", "lex_hf"}
     assert content["machine"]["load_after"] is not None
     assert content["settings"]["hidden_size"] == 32
-    assert set(content["samples"][0]) == {"measure", "system", "length", "tokens", "seconds", "skipped"}
+    assert set(content["samples"][0]) == {"measure", "system", "length", "tokens", "seconds", "skipped", "cache"}
     (tmp_path / "other.json").write_text('{"a": 1}')
     with pytest.raises(ValueError, match=r"other\.json is no record of this benchmark"):
         Record.read(tmp_path / "other.json")
 
 
+def test_a_record_from_before_a_system_is_shown_without_it(record: Record, tmp_path: Path) -> None:
+    newer, content = ("blockwise_llama", "linear_llama"), json.loads(record.to_json())
+    content["systems"] = {name: each for name, each in content["systems"].items() if name not in newer}
+    for items in ("samples", "peaks"):
+        content[items] = [each for each in content[items] if each["system"] not in newer]
+    for sample in content["samples"]:
+        del sample["cache"]
+    (tmp_path / "older.json").write_text(json.dumps(content))
+    text = report.section(Record.read(tmp_path / "older.json"))
+    for name in systems.SYSTEMS:
+        assert (f"\n| {name} | " in text) == (f"- `{name}`: " in text) == (name not in newer)
+    assert "KiB" not in text
+
+
 def test_tables_show_the_record(record: Record) -> None:
     tables = {table.title: table for table in report.tables(record)}
-    assert len(tables) == 10
+    assert len(tables) == 12
     for table in tables.values():
         assert {len(row) for row in table.rows} == {len(table.columns)}
     sample = find(record.samples, "prefill", "llama", 64)
@@ -294,6 +334,8 @@ def made_up(**changes: float) -> Record:
         "prefill lex 16384": 13.0,
         "prefill linear 16384": 10.0,
         "prefill mistral 16384": 39.0,
+        "prefill blockwise_llama 16384": 12.5,
+        "prefill linear_llama 16384": 9.0,
         "prefill lex 65536": 64.0,
         "chunked lex 4096": 4.0,
         "chunked lex 65536": 66.0,
@@ -305,6 +347,8 @@ def made_up(**changes: float) -> Record:
         "decode gpt_neox 8192": 0.055,
         "decode llama 8192": 0.051,
         "decode mistral 8192": 0.010,
+        "decode blockwise_llama 1024": 0.020,
+        "decode blockwise_llama 8192": 0.020,
         "training lex 1024": 1.01,
         "training none 1024": 1.0,
         **{name.replace("_to_", " "): value for name, value in changes.items()},
@@ -313,8 +357,10 @@ def made_up(**changes: float) -> Record:
     samples = []
     for name, value in seconds.items():
         measure, system, length = name.split()
-        tokens = 1 if measure == "decode" else int(length)
-        samples.append(Sample(measure, system, int(length), tokens, [value] * (512 if measure == "decode" else 3)))
+        if measure == "decode":
+            samples.append(Sample(measure, system, int(length), 1, [value] * 512, cache=2**20))
+        else:
+            samples.append(Sample(measure, system, int(length), int(length), [value] * 3))
     weights = 10**9 - 2 * 4 * 1024 * 4 * 768.5  # with one and a half blocks of keys and values, a billion bytes
     linear = {"description": "", "linear_weights": 1, "weight_bytes": weights}
     return Record(
@@ -337,8 +383,9 @@ def test_targets_are_computed_as_they_are_worded() -> None:
     floor = 0.010 / 0.009
     streamed = (10**9 + 65536) / (10**9 + 8192)
     expected = [1.3, 3.0, 1.0, 66 / 64, 1.0, 10 / 11, 5.1, 1.0, floor, floor, streamed, 1.01]
+    expected += [12.5 / 9, 39 / 12.5, 1.0, 1.0]
     assert values == [pytest.approx(each, rel=1e-3) for each in expected]
-    assert [each.verdict for each in derived.targets(record)] == ["holds"] * 12
+    assert [each.verdict for each in derived.targets(record)] == ["holds"] * 16
 
 
 @pytest.mark.parametrize(
@@ -353,6 +400,9 @@ def test_targets_are_computed_as_they_are_worded() -> None:
         ("decode llama 8192", 0.049, {6}),
         ("decode lex 1024", 0.012, {5, 8}),
         ("training lex 1024", 1.03, {11}),
+        ("prefill linear_llama 16384", 8.9, {12}),
+        ("prefill blockwise_llama 16384", 15.7, {12, 13}),
+        ("decode blockwise_llama 8192", 0.0211, {14}),
     ],
 )
 def test_a_target_that_is_missed_does_not_hold(name: str, seconds: float, broken: set[int]) -> None:
@@ -361,12 +411,18 @@ def test_a_target_that_is_missed_does_not_hold(name: str, seconds: float, broken
     assert set(verdicts) == {"holds", "does not hold"}
 
 
+def test_a_cache_that_grows_misses_its_target() -> None:
+    record = made_up()
+    record.samples = [replace(each, cache=each.length) if each.cache else each for each in record.samples]
+    assert [derived.targets(record)[place].verdict for place in (14, 15)] == ["holds", "does not hold"]
+
+
 def test_what_was_not_measured_is_neither() -> None:
     record = made_up()
-    record.samples = [each for each in record.samples if each.system != "gpt_neox"]
+    record.samples = [each for each in record.samples if each.system not in ("gpt_neox", "linear_llama")]
     record.peaks = record.peaks[:1]
     verdicts = [each.verdict for each in derived.targets(record)]
-    assert {place for place, each in enumerate(verdicts) if each == "not measured"} == {5, 6, 10}
+    assert {place for place, each in enumerate(verdicts) if each == "not measured"} == {5, 6, 10, 12}
 
 
 def test_a_record_is_shown_in_readme(record: Record, tmp_path: Path) -> None:

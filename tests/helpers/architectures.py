@@ -284,8 +284,8 @@ whose positions are rotary, or none; it tries the model, and refuses it with a s
 is what it does with every type of model that `AutoModelForCausalLM` of transformers {version} knows. *Exact* means:
 the logits of a tiny model are those of a dense mask of blocks in its own eager attention, to 2e-5, in one pass, in
 pieces and token by token with a cache, and in a batch with padding on the left; layers with windows, chunks or states
-keep them. `python -m helpers.architectures > ../docs/architectures.md` in `tests` writes this file, and
-`tests/rope/test_architectures.py` compares it and proves each *exact*.
+keep them. Each of these may have sinks, too. `python -m helpers.architectures > ../docs/architectures.md` in `tests`
+writes this file, and `tests/rope/test_architectures.py` compares it and proves each *exact*.
 
 {counts}
 

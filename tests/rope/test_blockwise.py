@@ -421,11 +421,13 @@ def test_a_loaded_model_in_half_precision(tmp_path: Path) -> None:
 
 
 class TestCompile:
-    def test_one_graph_serves_every_step(self) -> None:
-        model, ids = blockwise(rope_model("llama", "sdpa")), ids_of(2, 11)
+    @pytest.mark.parametrize("sinks", [0, 1])
+    def test_one_graph_serves_every_step(self, sinks: int) -> None:
+        model, ids = blockwise(rope_model("llama", "sdpa"), sinks=sinks), ids_of(2, 11)
         mask = torch.ones_like(ids)
         mask[0, :4] = 0
-        expected = model.generate(ids, attention_mask=mask, max_new_tokens=21, do_sample=False)[:, 11:]
+        options = {"max_new_tokens": 21, "do_sample": False, "use_cache": False}
+        expected = model.generate(ids, attention_mask=mask, **options)[:, 11:]
         counter = CompileCounterWithBackend("eager")
         step = torch.compile(model, backend=counter, fullgraph=True)
         with torch.no_grad():

@@ -99,9 +99,10 @@ def test_commands_take_sinks(folder: Path) -> None:
         result = CliRunner().invoke(app, [*map(str, arguments), *map(str, wrong)])
         assert result.exit_code == 1
         assert "sinks" in result.stderr
-    both = ("compare", folder / "model", folder / "model", folder / "text.txt", "--protocol", "streaming")
-    paired = command(*both, "--blockwise", "auto", "--sinks", 0, "--sinks", 1)
-    assert paired["b"]["perplexity"] == pytest.approx(expected.perplexity, rel=1e-5)
+    (folder / "more.txt").write_text(TEXTS[0])
+    both = ("compare", folder / "model", folder / "model", folder / "text.txt", folder / "more.txt")
+    paired = command(*both, "--protocol", "streaming", "--blockwise", "auto", "--sinks", 0, "--sinks", 1)
+    assert paired["b"]["perplexities"][0] == pytest.approx(expected.perplexity, rel=1e-5)
     assert paired["a"]["perplexity"] != paired["b"]["perplexity"]
 
 

@@ -217,7 +217,8 @@ def _check(layer: Any, index: int, pattern: FullPattern, origin: tuple[tuple[str
             f"past_key_values was filled by another model, or by this one with other blocks (layer {index}): read the "
             "text again with past_key_values=None."
         )
-    if layer.pattern != pattern:
+    # The same object, most often: a compiler that takes numbers for symbols cannot compare others.
+    if layer.pattern is not pattern and layer.pattern != pattern:
         raise ValueError(
             f"past_key_values has blocks of {layer.block} tokens and {layer.pattern.sinks} sinks in layer {index}, "
             f"and this model blocks of {pattern.block} and {pattern.sinks} sinks: read the text again with "
