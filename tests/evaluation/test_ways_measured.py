@@ -79,6 +79,15 @@ def test_layers_with_a_window_keep_that() -> None:
         assert way.bytes_counted == way.bytes_kept
 
 
+def test_the_picture_beyond_shows_bounded_ways(result: WaysResult) -> None:
+    (axes,) = result.plot_beyond().axes
+    curves = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    bounded = [way for way in result.ways if way.memory == "bounded"]
+    assert len(bounded) == 4
+    for way in bounded:
+        assert curves[way.name] == list(way.perplexity[2:])
+
+
 def test_dynamic_frequencies_do_not_depend_on_the_order_of_texts() -> None:
     long, short = texts_of()
     one, other = (measure_ways(rope_model(), texts, ways=["dynamic"]) for texts in ([long, short], [short, long]))

@@ -33,8 +33,8 @@ def test_two_models_are_trained_once_and_measured(folder: Path) -> None:
     for kind, result in results.items():
         assert all(way["problem"] is None for way in result["ways"])
         assert json.loads((folder / f"ways-to-read-{kind}.json").read_text()) == result
-        for picture in (f"ways-to-read-{kind}.png", f"ways-to-read-{kind}-first-tokens.png"):
-            assert (folder / picture).is_file()
+        for what in ("", "-beyond", "-first-tokens"):
+            assert (folder / f"ways-to-read-{kind}{what}.png").is_file()
         shares = torch.tensor(result["attention_to_first_token"])
         assert shares.shape == (4, 4)
         assert ((shares > 0) & (shares < 1)).all()

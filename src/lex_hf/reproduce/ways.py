@@ -95,7 +95,7 @@ def run(folder: Path, *, steps: int = STEPS, seed: int = 0, console: Console) ->
     check_steps(steps)
     check_seeds([seed])
     for kind in KINDS:
-        check_measurements(folder, f"{NAME}-{kind}", f"{NAME}-{kind}-first-tokens")
+        check_measurements(folder, *_files(kind))
         _check_model(folder / kind, steps, seed)
     corpus = standard_library()
     examples, results = examples_with_start(corpus.documents()), {}
@@ -128,9 +128,8 @@ def _measure(kind: str, folder: Path, corpus: Corpus, steps: int, console: Conso
     beginnings = torch.stack([text[:TRAINING_LENGTH] for text in texts])
     ways = measure_ways(model, texts, name=f"tiny {KINDS[kind]}, {steps} steps", report=console.print)
     result = TinyResult(ways, attention_to_first_tokens(model, beginnings))
-    name = f"{NAME}-{kind}"
-    pictures = {name: ways.plot, f"{name}-first-tokens": result.plot_first_tokens}
-    write_measurements(folder, name, result.to_dict(), pictures)
+    pictures = (ways.plot, ways.plot_beyond, result.plot_first_tokens)
+    write_measurements(folder, f"{NAME}-{kind}", result.to_dict(), dict(zip(_files(kind), pictures, strict=True)))
     return result
 
 
@@ -151,6 +150,12 @@ def model_config(kind: str) -> Any:
         vocab_size=RECIPE.model["vocab_size"],
         max_position_embeddings=TRAINING_LENGTH,
     )
+
+
+def _files(kind: str) -> list[str]:
+    """Names of the pictures of a model; the first is that of its numbers, too."""
+    name = f"{NAME}-{kind}"
+    return [name, f"{name}-beyond", f"{name}-first-tokens"]
 
 
 def _check_model(folder: Path, steps: int, seed: int) -> None:
