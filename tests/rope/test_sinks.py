@@ -1,6 +1,7 @@
 """Sinks: the first tokens of a text stay visible just before every pair of blocks, as a loop over pairs has it."""
 
 import copy
+import re
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, PreTrainedModel
 
 from lex_hf import blockwise, load_cache, restore, save_cache
+from lex_hf.model.cache_layer_lex import ROLLBACK
 from lex_hf.model.masking_lex import BlockwisePattern
 from lex_hf.rope import probe
 from lex_hf.rope.blockwise import reader_of
@@ -154,6 +156,43 @@ def test_tokens_are_taken_back(read_first: int, removed: int, again: int) -> Non
     torch.testing.assert_close(found, expected, **TOLERANCE)
 
 
+def test_as_many_tokens_are_taken_back_as_are_remembered() -> None:
+    model = blockwise(model_of(), sinks=SINKS)
+    ids = torch.randint(2, VOCABULARY, (1, 2 * ROLLBACK), generator=torch.Generator().manual_seed(6))
+    cache = reader_of(model).new_cache()  # type: ignore[union-attr]
+    read(model, ids, [5], cache)
+    cache.activate_past_recording()
+    read(model, ids[:, 5:], [*[1] * 100, ids.shape[1] - 105], cache)
+    with pytest.raises(ValueError, match="can give back at most") as error:
+        cache.crop(1 - ids.shape[1])
+    most = int(re.search(r"at most (\d+)", str(error.value))[1])  # type: ignore[index]
+    assert most >= ROLLBACK
+    cache.crop(-most)
+    kept = ids.shape[1] - most
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, kept:]
+    torch.testing.assert_close(read(model, ids[:, kept:], [1] * 20, cache), expected[:, :20], **TOLERANCE)
+
+
+@pytest.mark.parametrize("is_static", [False, True])
+def test_rows_change_places(texts: torch.Tensor, is_static: bool) -> None:
+    """As in beam search, and when a row is left out."""
+    model, first, order = blockwise(model_of(), sinks=SINKS), SINKS + 2 * BLOCK, torch.tensor([2, 0, 0])
+    cache = reader_of(model).new_cache(64 if is_static else None)  # type: ignore[union-attr]
+    read(model, texts, [first], cache)
+    cache.reorder_cache(order)
+    rest = texts[:, first:]
+    found = read(model, rest, [1] * rest.shape[1], cache)
+    with torch.no_grad():
+        expected = model(torch.cat((texts[order, :first], rest), dim=1), use_cache=False).logits[:, first:]
+    torch.testing.assert_close(found, expected, **TOLERANCE)
+    if is_static:
+        cache.reset()
+        torch.testing.assert_close(
+            read(model, texts, [1] * first, cache), read(model, texts, [first], None), **TOLERANCE
+        )
+
+
 def test_a_long_text_is_as_exact_as_a_short_one(texts: torch.Tensor) -> None:
     """Keys of sinks are turned from what they were, not on and on."""
     model = blockwise(model_of().to(torch.float64), sinks=SINKS)
@@ -196,9 +235,9 @@ def test_a_cache_is_saved_and_read(texts: torch.Tensor, tmp_path: Any) -> None:
     read(model, texts, [first], cache)
     save_cache(cache, model, tmp_path / "cache.safetensors")
     loaded = load_cache(tmp_path / "cache.safetensors", model)
-    with torch.no_grad():
-        expected = model(texts[:, first:], past_key_values=cache).logits
-        torch.testing.assert_close(model(texts[:, first:], past_key_values=loaded).logits, expected, rtol=0, atol=0)
+    rest = texts[:, first:]
+    expected, found = (read(model, rest, [1] * rest.shape[1], each) for each in (cache, loaded))
+    assert torch.equal(found, expected)
     with pytest.raises(ValueError, match="another model"):
         load_cache(tmp_path / "cache.safetensors", blockwise(model_of(), 2 * BLOCK))
 

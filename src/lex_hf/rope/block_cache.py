@@ -93,9 +93,8 @@ class BlockCacheLayer(LexCacheLayer):
         assert isinstance(batch.before, torch.Tensor)
         sinks = torch.arange(self.pattern.sinks, device=key.device)
         is_new = batch.before[:, None] == sinks
-        if batch.real is not None:
-            is_new &= batch.real[:, -1:]
         first = self.pattern.pair_starts(batch.before)[:, None]
+        # Where a row has padding, its slot is written again when its token comes.
         for index, (states, storage) in enumerate(((key, self.keys), (value, self.values))):
             kept = self.sinks[index]
             kept.copy_(torch.where(is_new[:, None, :, None], states.detach(), kept))
