@@ -16,7 +16,13 @@ def cells(path: Path) -> list[dict[str, Any]]:
 
 
 def test_they_are_all_here() -> None:
-    assert [path.stem for path in NOTEBOOKS] == ["extrapolation", "finetune", "measurements", "quickstart"]
+    assert [path.stem for path in NOTEBOOKS] == [
+        "blockwise",
+        "extrapolation",
+        "finetune",
+        "measurements",
+        "quickstart",
+    ]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

@@ -83,6 +83,19 @@ def test_perplexities_that_are_not_finite(curve: dict[int, float], said: str, tm
     assert [value for value in lines(figures[0].axes[0])[f"one{said}"] if not math.isnan(value)] == finite
 
 
+def test_attention_to_first_tokens(tmp_path: Path) -> None:
+    weights = torch.rand(3, 2, 5, dtype=torch.float64)
+    figure = plots.attention_to_first_tokens(weights, 0.25, title="texts")
+    by_place, by_layer = figure.axes
+    for layer, curve in enumerate(weights.mean(dim=1).tolist(), start=1):
+        assert lines(by_place)[f"layer {layer}"] == curve
+    assert [bar.get_height() for bar in by_layer.patches] == weights[:, :, 0].mean(dim=1).tolist()
+    points = [list(line.get_ydata()) for line in by_layer.lines if line.get_label() == "_"]
+    assert points == weights[:, :, 0].tolist()
+    assert labels(figure) == ["layer 1", "layer 2", "layer 3", "spread evenly"]
+    drawn(figure, tmp_path)
+
+
 def test_curves_that_are_not_finite(tmp_path: Path) -> None:
     curve = torch.tensor([1.0, math.inf, 2.0, math.nan])
     found = Resolution((curve, curve), (curve, curve), [1.0, math.inf], math.inf, "A", 4, 1, None)

@@ -53,7 +53,7 @@ def test_all_ways_are_measured(result: WaysResult) -> None:
     for way in result.ways:
         assert way.problem is None
         assert way.tokens == (8, 8, 48, 32 + 8, 5)
-        assert (way.memory == "bounded") == (way.way in ("sliding", "streaming", "blockwise"))
+        assert (way.memory == "bounded") == (way.way in ("sliding", "streaming", "blockwise", "blockwise-sinks"))
 
 
 def test_bytes_by_formula_are_those_counted_in_caches(result: WaysResult) -> None:
@@ -61,7 +61,7 @@ def test_bytes_by_formula_are_those_counted_in_caches(result: WaysResult) -> Non
     kept = {way.way: way.bytes_kept for way in result.ways}
     assert kept["unchanged"] == kept["dual-chunk"] == 70 * each
     assert kept["sliding"] == kept["streaming"] == (LENGTH - 1) * each
-    assert kept["blockwise"] == LENGTH * each
+    assert kept["blockwise"] == kept["blockwise-sinks"] == LENGTH * each
     references = {"self-extend", "dual-chunk", "streaming"}
     for way in result.ways:
         if way.way in references:
@@ -73,10 +73,19 @@ def test_bytes_by_formula_are_those_counted_in_caches(result: WaysResult) -> Non
 
 def test_layers_with_a_window_keep_that() -> None:
     model = rope_model("gemma2", sliding_window=3)
-    result = measure_ways(model, texts_of(), ways=["unchanged", "sliding", "blockwise"])
+    result = measure_ways(model, texts_of(), ways=["unchanged", "sliding", "blockwise", "blockwise-sinks"])
     for way in result.ways:
         assert way.problem is None
         assert way.bytes_counted == way.bytes_kept
+
+
+def test_the_picture_beyond_shows_bounded_ways(result: WaysResult) -> None:
+    (axes,) = result.plot_beyond().axes
+    curves = {line.get_label(): list(line.get_ydata()) for line in axes.lines}
+    bounded = [way for way in result.ways if way.memory == "bounded"]
+    assert len(bounded) == 4
+    for way in bounded:
+        assert curves[way.name] == list(way.perplexity[2:])
 
 
 def test_dynamic_frequencies_do_not_depend_on_the_order_of_texts() -> None:

@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from helpers.commands import lex
 
+from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation import ways as measuring
 from lex_hf.reproduce import ways
 
@@ -31,7 +33,11 @@ def test_two_models_are_trained_once_and_measured(folder: Path) -> None:
     for kind, result in results.items():
         assert all(way["problem"] is None for way in result["ways"])
         assert json.loads((folder / f"ways-to-read-{kind}.json").read_text()) == result
-        assert (folder / f"ways-to-read-{kind}.png").is_file()
+        for what in ("", "-beyond", "-first-tokens"):
+            assert (folder / f"ways-to-read-{kind}{what}.png").is_file()
+        shares = torch.tensor(result["attention_to_first_token"])
+        assert shares.shape == (4, 4)
+        assert ((shares > 0) & (shares < 1)).all()
     weights = {kind: (folder / kind / "model.safetensors").stat().st_mtime_ns for kind in results}
     again = lex(*arguments[:-1])
     assert again.exit_code == 0, again.output
@@ -39,6 +45,16 @@ def test_two_models_are_trained_once_and_measured(folder: Path) -> None:
     assert {kind: (folder / kind / "model.safetensors").stat().st_mtime_ns for kind in results} == weights
     other = lex(*arguments, "--steps", 3)
     assert (other.exit_code, other.stderr.endswith("choose another folder.\n")) == (1, True)
+
+
+def test_examples_begin_with_the_start_token() -> None:
+    library = ways.standard_library()
+    few = replace(library, train=library.train[:3])
+    rows = torch.tensor(ways.examples_with_start(few.documents())["input_ids"][:])
+    assert rows.shape[1] == ways.TRAINING_LENGTH
+    assert (rows[:, 0] == byte_tokenizer().bos_token_id).all()
+    joined = torch.tensor(few.examples()["input_ids"][:]).flatten()  # the same bytes, cut elsewhere
+    torch.testing.assert_close(rows[:, 1:].flatten()[: len(joined)], joined[: rows[:, 1:].numel()])
 
 
 @pytest.mark.parametrize("options", [["--preset", "small"], ["--length", 64], ["--dry-run"]])

@@ -15,7 +15,7 @@ from lex_hf import restore
 from lex_hf.rope.region_reader import reading_regions
 from lex_hf.rope.regions import Region, dual_chunk, self_extend, smallest_group
 from lex_hf.rope.scaling import scaled
-from lex_hf.rope.ways import SINKS, WAYS, Size, dual_chunk_of, self_extend_of, streaming_of
+from lex_hf.rope.ways import SINKS, WAYS, Size, dual_chunk_of, self_extend_of, sinks_beside_blocks, streaming_of
 from lex_hf.rope.window import reading_window
 
 TOKENS = 33
@@ -201,3 +201,11 @@ class TestErrors:
             raise RuntimeError("in between")
         with pytest.raises(ValueError, match="is not blockwise"):
             restore(model)
+
+
+@pytest.mark.parametrize(("length", "sinks", "block"), [(8, 2, 3), (12, 3, 4), (16, 4, 6), (2048, 4, 1022)])
+def test_blocks_beside_sinks_fit_the_training_length(length: int, sinks: int, block: int) -> None:
+    way = WAYS["blockwise-sinks"]
+    assert sinks_beside_blocks(length) == sinks < block
+    assert way.describe(Size(length, 10 * length)) == f"blockwise, blocks of {block} + {sinks} sinks"
+    assert way.kept(10 * length, length) == sinks + 2 * block <= length

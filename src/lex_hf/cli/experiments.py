@@ -125,7 +125,6 @@ def _reproduce_ways(
 ) -> None:
     """Train tiny models of other families, and read with them in all ways; the first seed counts."""
     from lex_hf.reproduce import ways
-    from lex_hf.reproduce.tiny import STEPS
 
     given = [f"--{name}" for name, value in others.items() if value is not None]
     if preset != "tiny" or given:
@@ -134,11 +133,14 @@ def _reproduce_ways(
             "models and texts of your own, see lex-hf ways-to-read."
         )
     with session(as_json) as console:
-        results = ways.run(output, steps=steps or STEPS, seed=seeds[0] if seeds else 0, console=console)
+        results = ways.run(output, steps=steps or ways.STEPS, seed=seeds[0] if seeds else 0, console=console)
     if as_json:
         print_json({kind: result.to_dict() for kind, result in results.items()})
     else:
-        console.print(*map(tables, results.values()), sep="\n")
+        console.print(*(tables(result.ways) for result in results.values()), sep="\n")
+        for result in results.values():
+            shares = ", ".join(f"{share:.1%}" for share in result.first_tokens[:, :, 0].mean(dim=1).tolist())
+            console.print(f"{result.ways.model}: the first token draws {shares} of the attention, by layer")
 
 
 def _seeds(text: str) -> list[int]:

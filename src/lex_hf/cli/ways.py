@@ -28,8 +28,8 @@ def ways_to_read(
     way: Annotated[
         list[str] | None,
         typer.Option(
-            help="unchanged, linear, dynamic, yarn, self-extend, dual-chunk, sliding, streaming, blockwise; "
-            "several times; all by default."
+            help="unchanged, linear, dynamic, yarn, self-extend, dual-chunk, sliding, streaming, blockwise, "
+            "blockwise-sinks; several times; all by default."
         ),
     ] = None,
     start_token: options.StartToken = True,

@@ -317,6 +317,35 @@ def logarithmic_fit(bias: Tensor) -> tuple[float, float]:
     return float(slope), float(offset)
 
 
+def attention_to_first_tokens(weights: Tensor, even: float, *, title: str) -> Figure:
+    """Draw the attention that the first tokens of a text draw, by place and, for the very first, by layer and head.
+
+    Args:
+        weights: Mean weights, shape `(layers, heads, places)`, as `first_tokens.attention_to_first_tokens` measures.
+        even: What each place would draw if attention were spread evenly, marked by a line.
+        title: Title; name the model and the texts.
+    """
+    layers = range(1, len(weights) + 1)
+    figure = _figure((10, 4.3), title)
+    by_place, by_layer = figure.subplots(1, 2)
+    shades = ScalarMappable(Normalize(1, max(2, len(layers))), _ORDERED).to_rgba(np.array([*layers]))
+    for layer, shade, curve in zip(layers, shades, weights.mean(dim=1), strict=True):
+        by_place.plot(curve.numpy(), color=shade, marker="o", markersize=4, linewidth=1, label=f"layer {layer}")
+    by_place.set(xlabel="Place in the text (tokens)", ylabel="Mean attention weight", yscale="log")
+    by_place.yaxis.set_major_formatter("{x:g}")
+    by_layer.bar(list(layers), weights[:, :, 0].mean(dim=1).numpy(), color=shades, alpha=0.6)
+    for layer, shade, heads in zip(layers, shades, weights[:, :, 0], strict=True):
+        by_layer.plot([layer] * len(heads), heads.numpy(), color=shade, marker="o", linestyle="", label="_")
+    by_layer.set(xlabel="Layer (points are heads)", ylabel="Mean weight of the first token")
+    by_layer.set(xticks=_whole_numbers(len(layers)), axisbelow=True, ylim=(0, None))
+    for axes in (by_place, by_layer):
+        axes.axhline(even, color="0.4", linewidth=1, linestyle=":", label="spread evenly")
+        axes.grid(visible=True, color="0.92")
+    handles, labels = by_place.get_legend_handles_labels()
+    _legend_below(figure, handles=handles, labels=labels, ncols=min(6, len(labels)))
+    return figure
+
+
 def attention_patterns(config: LexConfig, length: int) -> Figure:
     """Draw the keys that each query sees under each attention pattern (LEX paper, Figure 3).
 

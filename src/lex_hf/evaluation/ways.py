@@ -95,15 +95,32 @@ class WaysResult:
     def plot(self) -> Figure:
         """Draw perplexity by position, ways that keep everything beside bounded ones."""
         panels: dict[str, dict[str, dict[int, float]]] = {}
-        for way in self.ways:
-            if way.problem is None:
-                curve = {
-                    last + 1: math.nan if value is None else value
-                    for (_, last), value in zip(self.buckets, way.perplexity, strict=True)
-                }
-                panels.setdefault(way.memory, {})[way.name] = curve
-        title = f"{self.model}: perplexity by position"
-        label = "Tokens read, up to this number from the one before"
+        for way in self._measured:
+            panels.setdefault(way.memory, {})[way.name] = self._curve(way)
+        return self._drawn(panels, "perplexity by position")
+
+    def plot_beyond(self) -> Figure:
+        """Draw perplexity beyond the training length in ways that are bounded, which lie close to each other."""
+        curves = {
+            way.name: {end: value for end, value in self._curve(way).items() if end > self.training_length}
+            for way in self._measured
+            if WAYS[way.way].is_bounded
+        }
+        return self._drawn({"bounded": curves}, "perplexity beyond the training length")
+
+    @property
+    def _measured(self) -> list[WayResult]:
+        return [way for way in self.ways if way.problem is None]
+
+    def _curve(self, way: WayResult) -> dict[int, float]:
+        """Perplexity by the end of a bucket."""
+        return {
+            last + 1: math.nan if value is None else value
+            for (_, last), value in zip(self.buckets, way.perplexity, strict=True)
+        }
+
+    def _drawn(self, panels: Mapping[str, Mapping[str, Mapping[int, float]]], what: str) -> Figure:
+        title, label = f"{self.model}: {what}", "Tokens read, up to this number from the one before"
         return plots.perplexity_by_scheme(panels, self.training_length, title=title, xlabel=label, legend_columns=3)
 
 

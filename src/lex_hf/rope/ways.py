@@ -1,7 +1,8 @@
 """Ways to read texts beyond the training length without training: what users have, beside blocks.
 
-Three scale the frequencies of the rotation, two give far pairs positions that the model knows, and three see only what
-is near. Each is as in its paper; those of this file that have no implementation in transformers are slow references.
+Three scale the frequencies of the rotation, two give far pairs positions that the model knows, and four see only what
+is near, two of them with the first tokens. Each is as in its paper; those of this file that have no implementation in
+transformers are slow references.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -105,13 +106,16 @@ def _windowed(model: PreTrainedModel, size: Size) -> Iterator[Reading]:
         yield Reading(model, new_cache)
 
 
-@contextmanager
-def _in_blocks(model: PreTrainedModel, size: Size) -> Iterator[Reading]:
-    blockwise(model, size.training_length)
-    try:
-        yield Reading(model, _plain_cache(model))
-    finally:
-        restore(model)
+def _in_blocks(sinks: Callable[[int], int]) -> Callable[[PreTrainedModel, Size], AbstractContextManager[Reading]]:
+    @contextmanager
+    def read(model: PreTrainedModel, size: Size) -> Iterator[Reading]:
+        blockwise(model, size.training_length, sinks=sinks(size.training_length))
+        try:
+            yield Reading(model, _plain_cache(model))
+        finally:
+            restore(model)
+
+    return read
 
 
 def self_extend_of(size: Size) -> tuple[regions.Region, ...]:
@@ -148,6 +152,28 @@ def _blocks(tokens: int, length: int) -> int:
     return length
 
 
+def _no_sinks(length: int) -> int:
+    return 0
+
+
+def sinks_beside_blocks(length: int) -> int:
+    """Return how many sinks stand before blocks: those of StreamingLLM, or fewer where blocks would be too short."""
+    return min(SINKS, length // 4)
+
+
+def _block_beside_sinks(length: int) -> int:
+    return (length - sinks_beside_blocks(length)) // 2
+
+
+def _named_with_sinks(size: Size) -> str:
+    block, sinks = _block_beside_sinks(size.training_length), sinks_beside_blocks(size.training_length)
+    return f"blockwise, blocks of {block} + {sinks} sinks"
+
+
+def _sinks_and_blocks(tokens: int, length: int) -> int:
+    return sinks_beside_blocks(length) + 2 * _block_beside_sinks(length)
+
+
 WAYS: Mapping[str, Way] = MappingProxyType(
     {
         "unchanged": Way(lambda size: "full attention, unchanged", _unchanged, _all, is_bounded=False),
@@ -178,7 +204,16 @@ WAYS: Mapping[str, Way] = MappingProxyType(
             is_bounded=True,
         ),
         "blockwise": Way(
-            lambda size: f"blockwise, blocks of {size.training_length // 2}", _in_blocks, _blocks, is_bounded=True
+            lambda size: f"blockwise, blocks of {size.training_length // 2}",
+            _in_blocks(_no_sinks),
+            _blocks,
+            is_bounded=True,
+        ),
+        "blockwise-sinks": Way(
+            _named_with_sinks,
+            _in_blocks(sinks_beside_blocks),
+            _sinks_and_blocks,
+            is_bounded=True,
         ),
     }
 )
