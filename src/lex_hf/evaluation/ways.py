@@ -310,6 +310,7 @@ def _timed(model: PreTrainedModel, pieces: Sequence[Tensor], cache: Any) -> floa
 def _bytes(layer: Any) -> int:
     """Bytes of the keys and values of a layer of a cache."""
     states = [getattr(layer, name, None) for name in ("keys", "values")]
+    states += getattr(layer, "sinks", None) or ()
     return sum(each.numel() * each.element_size() for each in states if each is not None)
 
 

@@ -171,7 +171,8 @@ def _named_with_sinks(size: Size) -> str:
 
 
 def _sinks_and_blocks(tokens: int, length: int) -> int:
-    return sinks_beside_blocks(length) + 2 * _block_beside_sinks(length)
+    # Sinks are kept as they came, too.
+    return 2 * sinks_beside_blocks(length) + 2 * _block_beside_sinks(length)
 
 
 WAYS: Mapping[str, Way] = MappingProxyType(
