@@ -112,9 +112,11 @@ class BlockCacheLayer(LexCacheLayer):
         return self.turns[index](states, distance)
 
     def _place_sinks(self, first: int) -> None:
+        if self.sinks is None:
+            return
         distance = torch.full((1, 1), first, device=self.keys.device)
-        for index, (sinks, storage) in enumerate(zip(self.sinks or (), (self.keys, self.values), strict=False)):
-            storage[:, :, : self.pattern.sinks] = self.turned(index, sinks, distance)
+        for index, storage in enumerate((self.keys, self.values)):
+            storage[:, :, : self.pattern.sinks] = self.turned(index, self.sinks[index], distance)
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.sinks is not None:
