@@ -97,6 +97,38 @@ class TestPeft:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
         assert torch.equal(logits_of(loaded), logits_of(merged))
 
+    @pytest.mark.parametrize("sinks", [0, 1])
+    @pytest.mark.parametrize("is_first", [False, True])
+    def test_lora_in_blocks(self, peft: ModuleType, is_first: bool, sinks: int, tmp_path: Path) -> None:
+        """A Llama that reads in blocks, before the adapter comes or after it; the adapter fits the plain one."""
+        config, ids = (
+            peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"], r=3),
+            random_ids(2, 40),
+        )
+        base = rope_model(seed=1, vocab_size=97)
+        expected = logits_of(blockwise(copy.deepcopy(base), sinks=sinks))
+        model = peft.get_peft_model(blockwise(base, sinks=sinks) if is_first else base, config)
+        if not is_first:
+            blockwise(model.get_base_model(), sinks=sinks)
+        assert torch.equal(logits_of(model), expected)
+        model.train()
+        optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert losses == sorted(losses, reverse=True)
+        trained, plain = logits_of(model.eval()), rope_model(seed=1, vocab_size=97)
+        assert (trained - expected).abs().max() > 0.01
+        model.save_pretrained(tmp_path)
+        reloaded = peft.PeftModel.from_pretrained(plain, tmp_path)
+        blockwise(reloaded.get_base_model(), sinks=sinks)
+        assert torch.equal(logits_of(reloaded), trained)
+        merged = reloaded.merge_and_unload()
+        torch.testing.assert_close(logits_of(merged), trained, atol=1e-4, rtol=0)
+
 
 class TestTrl:
     TEXTS = ("In a hole in the ground", "né", "There lived a test; it had failed once.", "na " * 30)
