@@ -65,15 +65,19 @@ class LinearLayers(nn.Module):
 
     Queries and keys are computed and thrown away; values go straight to the output projection. LEX and Llama call all
     of them by the same names.
+
+    Args:
+        model: The model.
+        chunk: Number of tokens that it reads at once on a CPU; `None` for all.
     """
 
-    def __init__(self, model: LexModel | LlamaModel) -> None:
+    def __init__(self, model: LexModel | LlamaModel, chunk: int | None) -> None:
         super().__init__()
-        self.layers, self.norm = model.layers, model.norm
+        self.layers, self.norm, self.chunk = model.layers, model.norm, chunk
 
     def forward(self, inputs_embeds: Tensor, **kwargs: Any) -> BaseModelOutputWithPast:
-        """Map `(batch, sequence, hidden_size)` to the same shape; on a CPU in chunks, as LEX reads long texts."""
-        chunk = CHUNK if inputs_embeds.device.type == "cpu" else inputs_embeds.shape[1]
+        """Map `(batch, sequence, hidden_size)` to the same shape."""
+        chunk = self.chunk if inputs_embeds.device.type == "cpu" and self.chunk else inputs_embeds.shape[1]
         states = [self._read(part) for part in inputs_embeds.split(chunk, dim=1)]
         return BaseModelOutputWithPast(last_hidden_state=states[0] if len(states) == 1 else torch.cat(states, dim=1))
 
@@ -134,11 +138,11 @@ def _without_positions(settings: Settings) -> nn.Module:
 
 
 def _linear(settings: Settings) -> nn.Module:
-    return LinearLayers(random_model(settings, lex_config(settings)))
+    return LinearLayers(random_model(settings, lex_config(settings)), CHUNK)
 
 
 def _linear_llama(settings: Settings) -> nn.Module:
-    return LinearLayers(_llama(settings))
+    return LinearLayers(_llama(settings), None)
 
 
 def _gpt_neox(settings: Settings) -> nn.Module:
