@@ -90,11 +90,6 @@ class Planner:
         """Plan the tokens of rows that have read equally many, from slot `fill` on."""
         assert isinstance(batch.before, int)
         self.scheme.check_length(batch.before + batch.length, self.pattern.block, self.dtype)
-        if batch.document is not None and self.pattern.sinks:
-            raise ValueError(
-                f"position_ids pack several documents in a row, and each would need {self.pattern.sinks} sinks of its "
-                "own: pass one document in each row, or make the model blockwise without sinks."
-            )
         block = self.pattern.block if batch.document is None else self.pattern.packed_block
         slots = torch.arange(fill, fill + batch.length, device=self.device)
         return Fold.divide(self, batch, block, fill, batch.length, self.rotation(batch, slots, block))
@@ -115,7 +110,7 @@ class Planner:
             return Fold.divide(self, batch, layer.block, 0, end, rotation, fills)
         key = torch.arange(end, device=self.device)
         mask = self.mask(self.pattern.visible(slots, key), self.bias(slots, key, end))
-        return Fold(batch, width, ((0, batch.length, 1, 0),), (mask,), (False,), (None,), rotation, fills)
+        return Fold(batch, width, ((0, batch.length, 1, 0, 0),), (mask,), (False,), (None,), rotation, fills)
 
     def rotation(self, batch: Batch, slots: torch.Tensor, block: int | None) -> Rotation:
         """Return the rotation of new tokens.
@@ -159,25 +154,24 @@ class Fold(Movable):
         batch: Layout of the batch.
         fill: Slots in use before the first query.
         parts: Head, blocks and tail, as far as there are any, each as its first query, the number of queries in a
-            block, the number of blocks, and the slot of the first key. Keys go up to the own one of the last query.
+            block, the number of blocks, the slot of the first key, and how many of the first slots stand before it as
+            sinks. Keys go up to the own one of the last query.
         masks: Mask of each part, shape `(batch or 1, num_heads or 1, query, key)`, where several blocks are rows of
             the batch; `None` where all keys are seen or `causal` says it.
         causal: Whether the attention function hides keys after their query by itself, in each part.
         scales: What the keys of each part are multiplied by, shape `(key, head_dim)`; `None` if they stay as they are.
         rotation: What queries and keys are rotated by.
         fills: Slots of each row in use, shape `(batch,)`, where they differ.
-        sinks: Number of the first slots that all queries see. Keys of a part other than the head come after theirs.
     """
 
     batch: Batch
     fill: int
-    parts: tuple[tuple[int, int, int, int], ...]
+    parts: tuple[tuple[int, int, int, int, int], ...]
     masks: tuple[torch.Tensor | None, ...]
     causal: tuple[bool, ...]
     scales: tuple[torch.Tensor | None, ...]
     rotation: Rotation
     fills: torch.Tensor | None = None
-    sinks: int = 0
 
     @classmethod
     def divide(
@@ -197,15 +191,15 @@ class Fold(Movable):
         head = length if length <= room else room
         blocks, tail = (length - head) // block, (length - head) % block
         parts = [
-            (0, head, 1, planner.pattern.first_key(fill)),
-            (head, block, blocks, sinks + block),
-            (head + blocks * block, tail, 1, sinks + block + blocks * block),
+            (0, head, 1, planner.pattern.first_key(fill), 0),
+            (head, block, blocks, sinks + block, sinks),
+            (head + blocks * block, tail, 1, sinks + block + blocks * block, sinks),
         ]
         parts = [part for part in parts if part[1] and part[2]]
         # In the head all exponents count from one place; any other block counts from itself.
-        scales = [rotation.scales(block, size) if start else None for start, size, _, _ in parts]
+        scales = [rotation.scales(block, size) if start else None for start, size, *_ in parts]
         masks, causal = zip(*(_mask(planner, batch, fill, *part) for part in parts), strict=True)
-        return cls(batch, fill, tuple(parts), masks, causal, tuple(scales), rotation, fills, sinks)
+        return cls(batch, fill, tuple(parts), masks, causal, tuple(scales), rotation, fills)
 
     def key_order(self, width: int) -> torch.Tensor | None:
         """Return the slot of each key in the order that users see; `None` if it is that of slots.
@@ -268,15 +262,16 @@ class Fold(Movable):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         outputs, weights = [], []
         for part, mask, causal, scales in zip(self.parts, self.masks, self.causal, self.scales, strict=True):
-            start, size, count, first_key = part
+            start, size, count, first_key, sinks = part
             before = self.fill + start - first_key
             queries = _folded(query.narrow(2, start, size * count), count)
             keys, values = (
                 _windows(states.narrow(2, first_key, before + size * count), before, count) for states in (key, value)
             )
             keys = scaled(keys, scales)
-            if start and turn is not None:
-                keys, values = self._with_sinks(keys, key, part, turn), self._with_sinks(values, value, part, None)
+            if sinks:
+                assert turn is not None
+                keys, values = _with_sinks(keys, key, part, turn), _with_sinks(values, value, part, _unturned)
             output, of_part = function(queries, keys, values, mask, causal)
             # As attention functions leave it, so that the output projection need not copy.
             outputs.append(_unfolded(output.transpose(1, 2), count))
@@ -284,39 +279,25 @@ class Fold(Movable):
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return output.transpose(1, 2), self._dense_weights(weights, query.shape[2], key.shape[2]) if dense else None
 
-    def _with_sinks(
-        self, states: torch.Tensor, text: torch.Tensor, part: tuple[int, int, int, int], turn: Turn | None
-    ) -> torch.Tensor:
-        """Put the sinks, the first slots of a text, before the keys or values of each block of a part."""
-        _, size, count, first_key = part
-        sinks = text[:, :, : self.sinks].repeat_interleave(count, dim=0)
-        if turn is not None:
-            distances = first_key - self.sinks + size * torch.arange(count, device=text.device)
-            sinks = turn(sinks, distances.repeat(len(text))[:, None])
-        return torch.cat((sinks, states), dim=2)
-
     def _dense_weights(self, weights: list[torch.Tensor | None], queries: int, slots: int) -> torch.Tensor | None:
         """Spread the weights of all parts over a query × key matrix."""
         if weights[0] is None:
             return None
         dense = weights[0].new_zeros((self.batch.size, weights[0].shape[1], queries, slots))
-        for (start, size, count, first_key), part in zip(self.parts, weights, strict=True):
+        for (start, size, count, first_key, sinks), part in zip(self.parts, weights, strict=True):
             assert part is not None
             for index, block in enumerate(part.unflatten(0, (-1, count)).unbind(1)):
                 query, key = (place + index * size for place in (start, first_key))
-                sinks = self.sinks if start else 0
                 dense[:, :, query : query + size, :sinks] = block[..., :sinks]
                 dense[:, :, query : query + size, key : key + block.shape[3] - sinks] = block[..., sinks:]
         return dense
 
 
 def _mask(
-    planner: Planner, batch: Batch, fill: int, start: int, size: int, count: int, first_key: int
+    planner: Planner, batch: Batch, fill: int, start: int, size: int, count: int, first_key: int, sinks: int
 ) -> tuple[torch.Tensor | None, bool]:
     """Return the mask of a part of a fold, and whether it is plain causal attention instead."""
-    before = fill + start - first_key
-    if start:
-        before += planner.pattern.sinks
+    before = fill + start - first_key + sinks
     slots = torch.arange(before + size, device=planner.device)
     bias = planner.bias(slots[before:], slots, before + size)
     if batch.document is not None:
@@ -383,10 +364,9 @@ class Step(Movable):
             key = torch.arange(2 * block, device=planner.device).view(2, block) % block + block * own[:, :, None]
             key = key.flatten(1) + sinks
             exists = (own | (place >= block)[:, None]).repeat_interleave(block, dim=1)
-            if sinks:
-                query = torch.where(place[:, None] < 0, positions[:, None], query)
-                key = torch.cat((torch.arange(sinks, device=planner.device).expand(batch.size, -1), key), dim=1)
-                exists = torch.cat((exists.new_ones((batch.size, sinks)), exists), dim=1)
+            query = torch.where(place[:, None] < 0, positions[:, None], query)
+            key = torch.cat((torch.arange(sinks, device=planner.device).expand(batch.size, -1), key), dim=1)
+            exists = torch.cat((exists.new_ones((batch.size, sinks)), exists), dim=1)
             seen = planner.pattern.visible(query, key) & exists[:, None]
         mask = additive_mask(seen, planner.bias(query, key, bound), planner.dtype)
         rotation = planner.rotation(batch, query, block)
@@ -440,6 +420,20 @@ def _own_heads(bias: torch.Tensor, tp_mesh: Any) -> torch.Tensor:
 
     whole = DTensor.from_local(bias, tp_mesh, [Replicate()], run_check=False)
     return whole.redistribute(placements=[Shard(bias.dim() - 3)]).to_local()
+
+
+def _with_sinks(
+    states: torch.Tensor, text: torch.Tensor, part: tuple[int, int, int, int, int], turn: Turn
+) -> torch.Tensor:
+    """Put the sinks, the first slots of a text, before the keys or values of each block of a part."""
+    _, size, count, first_key, sinks = part
+    distances = first_key - sinks + size * torch.arange(count, device=text.device)
+    kept = text[:, :, :sinks].repeat_interleave(count, dim=0)
+    return torch.cat((turn(kept, distances.repeat(len(text))[:, None]), states), dim=2)
+
+
+def _unturned(states: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
+    return states
 
 
 def _windows(states: torch.Tensor, before: int, count: int) -> torch.Tensor:

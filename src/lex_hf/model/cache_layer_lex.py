@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from transformers.cache_utils import CacheLayerMixin
 
 from .batch_lex import Batch, Counts, as_tensor, by_row
-from .masking_lex import FullPattern
+from .masking_lex import ENDLESS, FullPattern
 from .rotation_lex import scaled
 from .slots_lex import append, spread, take
 
@@ -94,7 +94,7 @@ class LexCacheLayer(CacheLayerMixin):
     @property
     def slots(self) -> int | None:
         """Number of slots of the storage; `None` if it grows."""
-        return self.max_cache_len if self.block is None else self.pattern.slots
+        return self.pattern.slots or self.max_cache_len
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the storage.
@@ -228,8 +228,7 @@ class LexCacheLayer(CacheLayerMixin):
         self._reserve(width + batch.length)
         first = batch.before - fills
         slot = torch.arange(width, device=key.device)
-        if self.block is not None:
-            slot = self.pattern.ring_slots(slot + first[:, None] * (slot >= self.pattern.sinks))
+        slot = self.pattern.ring_slots(slot + first[:, None] * (slot >= self.pattern.sinks))
         keys, values = (
             spread(new, fills, take(stored, slot, width)) for new, stored in ((key, self.keys), (value, self.values))
         )
@@ -312,8 +311,7 @@ class LexCacheLayer(CacheLayerMixin):
             first: How many tokens after the first pair of blocks of the text this one begins.
             decay: What scales keys of a block that becomes the previous one.
         """
-        start = end - self.pattern.slots_in_use(end)
-        begin = self.pattern.sinks if start else 0
+        start, begin = end - self.pattern.slots_in_use(end), self.pattern.sinks
         for storage, states in ((self.keys, keys), (self.values, values)):
             pair = states[:, :, start + begin : start + storage.shape[2]]
             storage[:, :, begin : begin + pair.shape[2]] = pair
@@ -342,8 +340,7 @@ class LexCacheLayer(CacheLayerMixin):
             sinks, ring = torch.arange(self.slots or 0, device=keys.device).tensor_split([self.pattern.sinks])
             last = ends[:, None] - 1
             slot = (last - (last + by_row(first) - ring) % (2 * self.block)).clamp(min=self.pattern.sinks)
-            if len(sinks):
-                slot = torch.cat((sinks.expand(len(slot), -1), slot), dim=1).clamp(max=keys.shape[2] - 1)
+            slot = torch.cat((sinks.expand(len(slot), -1), slot), dim=1).clamp(max=keys.shape[2] - 1)
             ring_keys, ring_values = take(keys, slot, slot.shape[1]), take(values, slot, slot.shape[1])
             if decay is not None:
                 is_scaled = (slot < self.block)[:, None, :, None]
@@ -441,10 +438,8 @@ class LexCacheLayer(CacheLayerMixin):
             return self.fill if self.fill == self.lengths else self.fill - self._previous()
         if not self.is_initialized:
             return 0
-        if self.block is None or self.slots is None:
-            return int(self.lengths.min())
-        in_block = (self.lengths - self.pattern.sinks - 1) % self.block + 1
-        return int(torch.where(self.lengths <= self.slots, self.lengths, in_block).min())
+        in_block = (self.lengths - self.pattern.sinks - 1) % (self.block or ENDLESS) + 1
+        return int(torch.where(self.lengths <= (self.pattern.slots or ENDLESS), self.lengths, in_block).min())
 
     def _previous(self) -> int:
         """Slots before the block that is being filled, which hold what cannot be taken back."""

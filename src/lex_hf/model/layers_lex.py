@@ -134,8 +134,11 @@ class LexDecoderLayer(GradientCheckpointingLayer):
         """
         plan = replace(plan, masks=masks) if masks else plan
         attended, _ = self.self_attn(self.input_layernorm(hidden_states), plan, **kwargs)
-        dropping = self.dropout.training  # a call that does nothing takes time, too
-        hidden_states = hidden_states + (self.dropout(attended) if dropping else attended)
+        drop = self.dropout if self.dropout.training else _unchanged  # a module that does nothing takes time, too
+        hidden_states = hidden_states + drop(attended)
         del attended  # the feed-forward layer needs the most memory
-        transformed = self.mlp(self.post_attention_layernorm(hidden_states))
-        return hidden_states + (self.dropout(transformed) if dropping else transformed)
+        return hidden_states + drop(self.mlp(self.post_attention_layernorm(hidden_states)))
+
+
+def _unchanged(states: torch.Tensor) -> torch.Tensor:
+    return states

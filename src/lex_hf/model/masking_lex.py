@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+ENDLESS = 2**60  # tokens of the one block of full attention
+
 
 @dataclass(frozen=True)
 class FullPattern:
@@ -36,21 +38,18 @@ class FullPattern:
 
     def next_slot(self, fill: int) -> int:
         """Return the slot of the next token after `fill` slots in use: a full pair makes room for it first."""
-        return fill - self.block if self.block is not None and fill == self.slots else fill
+        return fill - (self.block or 0) * (fill == self.slots)
 
     def next_slots(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the slot of each row's next token, with a number of tokens read for each row."""
-        if self.slots is None or self.block is None:
-            return tokens
-        second = self.slots - self.block
-        return torch.where(tokens < self.slots, tokens, second + (tokens - second) % self.block)
+        block = self.block or ENDLESS
+        second = self.sinks + block
+        return torch.where(tokens < second + block, tokens, second + (tokens - second) % block)
 
     def ring_slots(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the slot of token p of a text in a ring of two blocks, which begins after the sinks."""
-        if self.block is None:
-            return tokens
-        ring = self.sinks + (tokens - self.sinks) % (2 * self.block)
-        return torch.where(tokens < self.sinks, tokens, ring) if self.sinks else ring
+        # The remainder has the sign of its number, so that sinks stay where they are.
+        return self.sinks + torch.fmod(tokens - self.sinks, 2 * (self.block or ENDLESS))
 
     def pair_starts(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return how far a pair of blocks has moved since the start of the text when token p comes, in tokens."""
@@ -93,9 +92,7 @@ class BlockwisePattern(FullPattern):
         """Return which keys a query sees: causal, and in the same or the previous block, or sinks."""
         query_block, key_block = ((slots - self.sinks) // self.block for slots in (query, key))
         near = key_block[..., None, :] >= (query_block - 1)[..., None]
-        if self.sinks:
-            near |= (key < self.sinks)[..., None, :]
-        return super().visible(query, key) & near
+        return super().visible(query, key) & near.logical_or_((key < self.sinks)[..., None, :])
 
     @property
     def packed_block(self) -> int:

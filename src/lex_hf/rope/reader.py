@@ -178,6 +178,11 @@ class Reader:
             blocks = [each for each in cache.layers if isinstance(each, BlockCacheLayer)]
             layer = blocks[0]
         batch = Batch.of(states, mask, positions, layer)
+        if batch.document is not None and self.pattern.sinks:
+            raise ValueError(
+                f"position_ids pack several documents in a row, and each would need {self.pattern.sinks} sinks of its "
+                "own: pass one document in each row, or make the model blockwise without sinks."
+            )
         if batch.document is not None and cache is not None:
             if kwargs.get("past_key_values") is not None:
                 raise ValueError(PACKED)
