@@ -163,7 +163,7 @@ def test_as_many_tokens_are_taken_back_as_are_remembered() -> None:
     cache = reader_of(model).new_cache()  # type: ignore[union-attr]
     read(model, ids, [5], cache)
     cache.activate_past_recording()
-    read(model, ids[:, 5:], [*[1] * 100, ids.shape[1] - 105], cache)
+    read(model, ids[:, 5:], [*[1] * 20, ids.shape[1] - 25], cache)
     with pytest.raises(ValueError, match="can give back at most") as error:
         cache.crop(1 - ids.shape[1])
     most = int(re.search(r"at most (\d+)", str(error.value))[1])  # type: ignore[index]
@@ -198,7 +198,7 @@ def test_a_long_text_is_as_exact_as_a_short_one(texts: torch.Tensor) -> None:
     """Keys of sinks are turned from what they were, not on and on."""
     model = blockwise(model_of().to(torch.float64), sinks=SINKS)
     half = blockwise(model_of(), sinks=SINKS)
-    ids = texts[:1].repeat(1, 40)
+    ids = texts[:1].repeat(1, 10)
     cache = DynamicCache(config=half.config)
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits[:, -20:]
