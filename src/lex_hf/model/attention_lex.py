@@ -273,6 +273,7 @@ class Fold(Movable):
                 assert turn is not None
                 keys, values = _with_sinks(keys, key, part, turn), _with_sinks(values, value, part, _unturned)
             output, of_part = function(queries, keys, values, mask, causal)
+            del keys, values  # copies, where they were scaled or folded
             # As attention functions leave it, so that the output projection need not copy.
             outputs.append(_unfolded(output.transpose(1, 2), count))
             weights.append(of_part)

@@ -91,8 +91,9 @@ class BlockwisePattern(FullPattern):
     def visible(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         """Return which keys a query sees: causal, and in the same or the previous block, or sinks."""
         query_block, key_block = ((slots - self.sinks) // self.block for slots in (query, key))
-        near = key_block[..., None, :] >= (query_block - 1)[..., None]
-        return super().visible(query, key) & near.logical_or_((key < self.sinks)[..., None, :])
+        # Sinks are near wherever they are; the numbers of blocks are few, and masks are large.
+        key_block = torch.where(key < self.sinks, query_block.amax(), key_block)
+        return super().visible(query, key).logical_and_(key_block[..., None, :] >= (query_block - 1)[..., None])
 
     @property
     def packed_block(self) -> int:
