@@ -52,6 +52,14 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def frozen() -> Iterator[None]:
+    """Nor need it look again at what a file leaves: measurements collect garbage before each batch size they try."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def golden() -> Path:
     """The folder with outputs of the official code; its README tells where each comes from."""

@@ -1,5 +1,6 @@
 """The processes that tests fork are like those that Python starts."""
 
+import json
 import os
 import signal
 import subprocess
@@ -127,6 +128,26 @@ os.kill(os.getpid(), signal.SIGKILL)
     while psutil.pid_exists(number) and time.monotonic() < end:
         time.sleep(0.05)
     assert not psutil.pid_exists(number)
+
+
+def test_processes_of_one_group_are_told_what_torchrun_tells_them(tmp_path: Path) -> None:
+    """But for the names of its own files and signals, which are none of theirs."""
+    script = tmp_path / "script.py"
+    script.write_text("import json, os; print(json.dumps(dict(os.environ)), flush=True)")
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    launched = subprocess.run(launcher, env=dict(os.environ), capture_output=True, text=True, check=True)
+    forked = BARE.run_together(2, script)
+    theirs, ours = (
+        sorted((json.loads(line) for line in done.stdout.splitlines()), key=lambda told: told["RANK"])
+        for done in (launched, forked)
+    )
+    chosen = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"}
+    its_own = {"TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_SIGNALS_TO_HANDLE", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+    assert len(theirs) == len(ours) == 2
+    for told, expected in zip(ours, theirs, strict=True):
+        assert chosen <= told.keys()
+        assert told.keys() == expected.keys() - its_own
+        assert {name for name in told if told[name] != expected[name]} <= chosen
 
 
 def test_processes_that_fail_end_those_that_wait_for_them() -> None:

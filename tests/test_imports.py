@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.forks import LIBRARIES, PACKAGE
 from helpers.models import tiny_model
 
 import lex_hf
@@ -21,6 +22,13 @@ from lex_hf.lazy import AfterImport, exports
 def run(code: str, *arguments: str) -> str:
     command = [sys.executable, "-c", textwrap.dedent(code), *arguments]
     result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def run_with_pytorch(code: str, *arguments: str) -> str:
+    """Run code where PyTorch is imported already, but nothing of Hugging Face."""
+    result = LIBRARIES.run("-c", textwrap.dedent(code), *arguments)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()
 
@@ -77,7 +85,7 @@ def test_lex_is_registered_whatever_is_imported_first(imports: str, model: Path)
 
     main()
     """
-    printed = run(f"{imports}\n{textwrap.dedent(rest)}", str(model)).splitlines()
+    printed = run_with_pytorch(f"{imports}\n{textwrap.dedent(rest)}", str(model)).splitlines()
     expected = ["lex_hf.model.configuration_lex True", "LexForCausalLM", "LexForQuestionAnswering", "[]"]
     assert printed == expected
 
@@ -89,7 +97,7 @@ def test_a_configuration_alone_needs_no_model(model: Path) -> None:
     from transformers import AutoConfig
     print(type(AutoConfig.from_pretrained(sys.argv[1])).__name__, "lex_hf.model.modeling_lex" in sys.modules)
     """
-    assert run(code, str(model)) == "LexConfig False"
+    assert run_with_pytorch(code, str(model)) == "LexConfig False"
 
 
 @pytest.mark.processes
@@ -110,7 +118,7 @@ def test_a_spawned_process_knows_lex(model: Path, tmp_path: Path) -> None:
                 print(*pool.apply(vocabulary, (model,)))
         """)
     )
-    done = subprocess.run([sys.executable, str(script), str(model)], capture_output=True, text=True)
+    done = PACKAGE.run(script, model)
     assert done.stdout == "97 LexForCausalLM\n", done.stderr
 
 

@@ -3,13 +3,12 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.forks import LIBRARIES
 from helpers.rope_models import rope_model
 
 from lex_hf.reproduce import report
@@ -117,9 +116,7 @@ def test_the_code_runs(tmp_path: Path) -> None:
     (tmp_path / "book.txt").write_text("In a hole in the ground there lived a test. " * 300)
     (tmp_path / "readme.py").write_text("\n".join(blocks), encoding="utf-8")
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home")}
-    result = subprocess.run(
-        [sys.executable, "readme.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
+    result = LIBRARIES.run("readme.py", cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
     assert re.search(rf"\d+ tokens read, {2 * 4 * 256 * 224 * 4} bytes of cache", result.stdout)
     assert (tmp_path / "my_model/model.safetensors").is_file()

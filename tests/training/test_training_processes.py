@@ -1,9 +1,6 @@
 """Training in two processes, and models that they share out."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,17 +12,6 @@ from typer.testing import CliRunner
 
 from lex_hf import LexForCausalLM
 from lex_hf.cli.commands import app
-
-
-def _torchrun(*arguments: str) -> None:
-    """Run Python with these arguments in two processes, as users do."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    run = subprocess.run(
-        [*launcher, *arguments], env=environment, check=False, capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-
 
 SHARDED = """
 import sys
@@ -86,7 +72,8 @@ class TestTwoProcesses:
         command = ["train", "tiny", "--data", str(corpus[0]), *options]
         script = tmp_path / "script.py"
         script.write_text(IN_TURN)
-        _torchrun(str(script), str(tmp_path / "both"), *command)
+        process = PACKAGE.run_together(2, script, tmp_path / "both", *command)
+        assert process.returncode == 0, process.stderr
         for streaming in ("false", "true"):
             alone = tmp_path / f"alone-{streaming}"
             result = CliRunner().invoke(app, [*command, "--set", f"streaming={streaming}", "--output", str(alone)])
