@@ -238,7 +238,7 @@ class TestExport:
     @pytest.mark.parametrize("padded", [False, True])
     @pytest.mark.parametrize("graph", GRAPHS)
     def test_of_all_lengths_that_are_cut_alike(self, graph: str, padded: bool) -> None:
-        model = tiny_model(dtype=torch.float64)
+        model = tiny_model(dtype=torch.float64, num_hidden_layers=1)
         length, dimension, served, refused = GRAPHS[graph]
 
         def inputs(length: int) -> dict[str, torch.Tensor]:

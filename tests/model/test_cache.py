@@ -68,7 +68,7 @@ def test_token_by_token_over_ten_blocks_in_other_dtypes(dtype: torch.dtype) -> N
         torch.testing.assert_close(logits, expected, atol=TOLERANCE[dtype], rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_everything_is_finite_and_exact_at_position_one_million(dtype: torch.dtype) -> None:
     """A text that repeats itself every block gives the same logits in every block, so also in the last.
 

@@ -86,7 +86,7 @@ def read(
     [
         ({"attention_pattern": "blockwise"}, [8, 30], "aot_eager", False),
         ({"attention_pattern": "blockwise", "block_length": 3}, [2, 15], "eager", True),
-        ({"attention_pattern": "sliding", "sliding_window": 5}, [15, 1, 7], "eager", False),
+        ({"attention_pattern": "sliding", "sliding_window": 5}, [15, 7], "eager", False),
         (HYBRID, [7, 5], "eager", True),
     ],
 )  # two graphs or three of each: hypothesis would take minutes for more

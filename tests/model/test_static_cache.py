@@ -63,9 +63,9 @@ def test_generation_equals_that_of_the_dynamic_cache(fields: dict[str, Any], mod
         {},
         {"attention_pattern": ["blockwise", "full"]},
         {"attention_pattern": "sliding"},
-        {"position_embedding_type": "alibi"},
-        {"position_embedding_type": "t5", "t5_num_buckets": 8, "t5_max_distance": 20},
-        {"position_embedding_type": "sinusoidal"},
+        {"num_hidden_layers": 1, "position_embedding_type": "alibi"},
+        {"num_hidden_layers": 1, "position_embedding_type": "t5", "t5_num_buckets": 8, "t5_max_distance": 20},
+        {"num_hidden_layers": 1, "position_embedding_type": "sinusoidal"},
     ],
 )
 def test_one_graph_serves_every_step_and_every_call(fields: dict[str, Any]) -> None:
