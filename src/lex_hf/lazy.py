@@ -1,11 +1,11 @@
-"""Imports that wait: names until they are used, registrations until their registry is imported, modules that moved."""
+"""Imports that wait, modules that moved, and packages that are missing: what the package does to the import system."""
 
 import contextlib
 import importlib
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -35,7 +35,34 @@ def exports(
     return get, lambda: sorted({*vars(sys.modules[package]), *names, *modules})
 
 
-class AfterImport:
+class Watcher:
+    """Finder that executes modules of some packages itself, those that the finders behind it find.
+
+    Args:
+        packages: Names of the packages.
+    """
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = packages
+
+    def find_spec(self, name: str, *where: Any) -> ModuleSpec | None:
+        """Return the spec that another finder has for a module of the packages, with a loader that tells this one."""
+        if not any(f"{name}.".startswith(f"{package}.") for package in self._packages):
+            return None
+        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+            spec = finder.find_spec(name, *where)
+            if spec is not None:
+                if spec.loader is not None:  # a package without __init__.py has none
+                    spec.loader = _Noticed(spec.loader, self)
+                return spec
+        return None
+
+    def execute(self, loader: Loader, module: ModuleType) -> None:
+        """Execute a module."""
+        raise NotImplementedError
+
+
+class AfterImport(Watcher):
     """Finder that calls functions once modules of other packages have been imported.
 
     A module may be imported by another that is only half executed at that moment and that the function needs whole,
@@ -47,27 +74,15 @@ class AfterImport:
         packages: Names of packages that a function must not find half executed.
     """
 
-    def __init__(self, functions: Mapping[str, Callable[[], None]], *, packages: Collection[str]) -> None:
+    def __init__(self, functions: Mapping[str, Callable[[], None]], *, packages: Sequence[str]) -> None:
+        super().__init__(packages)
         self._functions = dict(functions)
-        self._packages = packages
         self._thread = threading.local()  # each has a chain of imports of its own
 
     def install(self) -> None:
         """Call the functions whose modules are there, and wait for the others."""
         sys.meta_path.insert(0, self)
         self._call()
-
-    def find_spec(self, name: str, *where: Any) -> ModuleSpec | None:
-        """Return the spec that the other finders have for a module of the packages, so that its end is noticed."""
-        if not any(f"{name}.".startswith(f"{package}.") for package in self._packages):
-            return None
-        for finder in sys.meta_path:
-            spec = None if finder is self else finder.find_spec(name, *where)
-            if spec is not None:
-                if spec.loader is not None:  # a package without __init__.py has none
-                    spec.loader = _Noticed(spec.loader, self)
-                return spec
-        return None
 
     def execute(self, loader: Loader, module: ModuleType) -> None:
         """Execute a module, and call what has been waiting for it if nothing else is being executed."""
@@ -90,12 +105,52 @@ class AfterImport:
                 sys.meta_path.remove(self)
 
 
-class _Noticed(Loader):
-    """Loader of a module that tells an [`AfterImport`] when it has been executed."""
+class MissingPackageError(ModuleNotFoundError):
+    """A package that an extra brings is not installed; the message names the extra."""
 
-    def __init__(self, loader: Loader, waiting: AfterImport) -> None:
+
+class Extras(Watcher):
+    """Finder that makes a missing package, which a module of ours imports, an error that names an extra.
+
+    Args:
+        package: `__name__` of our package.
+        distribution: The name under which pip knows it.
+        extras: Modules at top level that each extra brings. Of several extras that bring a module, the one is named
+            with which the name of our own module begins, else the first.
+    """
+
+    def __init__(self, package: str, distribution: str, extras: Mapping[str, Collection[str]]) -> None:
+        super().__init__([package])
+        self._distribution, self._extras = distribution, extras
+
+    def execute(self, loader: Loader, module: ModuleType) -> None:
+        """Execute a module.
+
+        Raises:
+            MissingPackageError: If it imports what is not installed and comes with an extra.
+        """
+        try:
+            loader.exec_module(module)
+        except ModuleNotFoundError as error:
+            missing = (error.name or "").partition(".")[0]
+            bringing = [name for name, modules in self._extras.items() if missing in modules]
+            if not bringing:
+                raise
+            own = module.__name__.removeprefix(f"{self._packages[0]}.")
+            extra = next((name for name in bringing if own.startswith(name)), bringing[0])
+            raise MissingPackageError(  # also where one was raised: of modules that import each other the first counts
+                f"{module.__name__} needs {missing}, which is not installed. The extra {extra!r} brings it: "
+                f"pip install '{self._distribution}[{extra}]'",
+                name=error.name,
+            ) from (error.__cause__ or error)
+
+
+class _Noticed(Loader):
+    """Loader of a module that lets a [`Watcher`] execute it."""
+
+    def __init__(self, loader: Loader, watcher: Watcher) -> None:
         self._loader = loader
-        self._waiting = waiting
+        self._watcher = watcher
 
     def __getattr__(self, name: str) -> Any:
         """Return what else the loader has, e.g. `get_code`, which runs a module as a program."""
@@ -110,7 +165,7 @@ class _Noticed(Loader):
         module.__loader__ = self._loader
         if module.__spec__ is not None:  # as far as the type is concerned
             module.__spec__.loader = self._loader
-        self._waiting.execute(self._loader, module)
+        self._watcher.execute(self._loader, module)
 
 
 class MovedModules(Loader):

@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from packaging.version import Version
+from transformers import PreTrainedModel
 
 from helpers import reference
 from lex_hf import LexCache, LexConfig, LexForCausalLM
@@ -35,6 +38,23 @@ def tiny_model(*, dtype: torch.dtype = torch.float32, seed: int = 0, **fields: A
         for name, parameter in model.named_parameters():
             parameter.normal_(mean=float("norm.weight" in name), std=0.1 if parameter.dim() == 1 else 0.4)
     return model.to(dtype).eval()
+
+
+# An id that no model here writes: guessing with transformers 5.9 needs one that ends a text.
+NEVER = SIZES["vocab_size"]
+
+
+# With 2.6, graphs fail after they are compiled; with 2.9 most do not, but some shapes are compiled more than once.
+needs_whole_graphs = pytest.mark.skipif(
+    Version(torch.__version__).release < (2, 13),
+    reason="older PyTorch does not compile the whole graphs of these models",
+)
+
+
+def enable_checkpointing(model: PreTrainedModel, **options: Any) -> None:
+    """Compute layers again for gradients, under the name that this version of transformers has for it."""
+    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"
+    getattr(model, f"{name}_checkpointing_enable")(options or None)
 
 
 def settings_of(model: LexForCausalLM) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from datasets import Dataset
-from helpers.models import random_ids, tiny_model
+from helpers.models import needs_whole_graphs, random_ids, tiny_model
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AsyncTextIteratorStreamer,
@@ -34,6 +34,7 @@ from typer.testing import CliRunner
 from lex_hf import LexCache, LexForCausalLM, LexStaticCache
 from lex_hf.cli.commands import app
 from lex_hf.data.tokenizers import byte_tokenizer
+from lex_hf.model.versions_lex import HYBRIDS_TAKE_BACK
 
 PROMPTS = ["In a hole in the ground", "né", "There lived a test; it had failed once, and it would never fail again."]
 CPU = torch.device("cpu")
@@ -164,6 +165,10 @@ class TestAccelerate:
     def test_weights_left_on_disk(self, scheme: str, part: str, tmp_path: Path) -> None:
         model = tiny_model(position_embedding_type=scheme)
         model.save_pretrained(tmp_path / "model")
+        if part == "all" and not HYBRIDS_TAKE_BACK:
+            pytest.skip(
+                "with this version of transformers, the logits of any model of which all is on disk are nowhere"
+            )
         devices = dict.fromkeys(("model.embed_tokens", "model.positions", "model.norm", "lm_head"), "cpu")
         devices = {"": "disk"} if part == "all" else devices | {"model.layers": "disk"}
         loaded = AutoModelForCausalLM.from_pretrained(
@@ -225,6 +230,7 @@ GRAPHS: dict[str, tuple[int, Any, tuple[int, ...], int]] = {
 }
 
 
+@needs_whole_graphs
 class TestExport:
     @pytest.mark.parametrize("fields", [{}, {"attention_pattern": "full"}, {"position_embedding_type": "t5"}])
     @pytest.mark.parametrize("length", [9, 14, 40])
@@ -277,6 +283,7 @@ LAYOUTS: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {
 }
 
 
+@needs_whole_graphs
 class TestCompile:
     """What recompiles is decided before any backend, so `eager` counts it.
 
@@ -342,7 +349,10 @@ class TestServe:
     def test_starts_the_server_of_transformers(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        manager = importlib.import_module("transformers.cli.serving.model_manager")
+        try:
+            manager = importlib.import_module("transformers.cli.serving.model_manager")
+        except NameError:
+            pytest.skip("older transformers import their server only where its packages are installed")
         # Set here to be taken back after the test.
         monkeypatch.setattr(manager.transformers, "LexForCausalLM", None, raising=False)
         monkeypatch.setattr(manager.ModelManager, "get_gen_models", None)

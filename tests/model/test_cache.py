@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, QuantizedCache, StaticCache
 
 from lex_hf import LexCache, LexForCausalLM, LexStaticCache
+from lex_hf.model import versions_lex
 from lex_hf.model.cache_layer_lex import LexCacheLayer
 
 pattern_fields = st.sampled_from(PATTERNS)
@@ -202,8 +203,27 @@ def test_crop_refuses_what_the_cache_no_longer_holds(read: int, removed: int, sp
         cache = model(random_ids(1, read)).past_key_values
     with pytest.raises(ValueError, match=rf"crop\(-{removed}\).* at most {spare} tokens"):
         cache.crop(-removed)
-    with pytest.raises(ValueError, match="as a negative number"):
-        cache.crop(1)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_crop_takes_numbers_as_this_version_of_transformers_gives_them(
+    keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens to remove are negative; before transformers 5.14, it asked for the tokens to keep, which are positive."""
+    monkeypatch.setattr(versions_lex, "_CROPS_TO_LENGTH", keeps)
+    model, ids = tiny_model(dtype=torch.float64), random_ids(1, 14)
+    with torch.no_grad():
+        cache = model(ids[:, :12]).past_key_values
+        if not keeps:
+            with pytest.raises(ValueError, match="as a negative number"):
+                cache.crop(9)
+        cache.crop(9 if keeps else -3)
+        assert cache.get_seq_length() == 9
+        if keeps:
+            cache.crop(99)
+            assert cache.get_seq_length() == 9
+        logits = model(ids[:, 9:], past_key_values=cache).logits
+        torch.testing.assert_close(logits, model(ids).logits[:, 9:], atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("fields", PATTERNS)

@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import left_padded, random_ids, tiny_model
+from helpers.models import NEVER, left_padded, needs_whole_graphs, random_ids, tiny_model
 from torch._dynamo.utils import counters
 
 from lex_hf import LexCache, LexForCausalLM, LexStaticCache
 
 PROMPTS = (1, 6, 7, 15, 33)
+pytestmark = needs_whole_graphs
 HYBRID = {"attention_pattern": ["blockwise", "full"]}
 
 
@@ -160,7 +161,7 @@ def test_what_does_not_fit_is_refused_by_the_graph(passed: dict[str, torch.Tenso
 def test_guesses_are_taken_back() -> None:
     """With these weights three tokens are guessed in the third pass, all wrongly, and four more passes follow."""
     model, prompt = tiny_model(dtype=torch.float64, num_hidden_layers=1, seed=5), random_ids(1, 9).repeat(1, 3)
-    options = {"max_new_tokens": 7, "do_sample": False, "prompt_lookup_num_tokens": 3}
+    options = {"max_new_tokens": 7, "do_sample": False, "prompt_lookup_num_tokens": 3, "eos_token_id": NEVER}
     expected = model.generate(prompt, **options)
     assert torch.equal(compiled(model, "eager", whole=False).generate(prompt, **options), expected)
 

@@ -13,6 +13,7 @@ from helpers.models import (
     SIZES,
     TOLERANCE,
     dense_logits,
+    enable_checkpointing,
     pattern_fields,
     quick,
     random_ids,
@@ -106,7 +107,7 @@ def test_positions_that_only_start_elsewhere_are_one_document() -> None:
 def test_gradients_match_the_dense_reference(fields: dict[str, Any], checkpointing: bool) -> None:
     model = tiny_model(dtype=torch.float64, attn_implementation="sdpa", **fields).train()
     if checkpointing:
-        model.activation_checkpointing_enable()
+        enable_checkpointing(model)
     ids = random_ids(45)
     logits = model(ids[None]).logits[0]
     torch.nn.functional.cross_entropy(logits[:-1], ids[1:]).backward()

@@ -11,6 +11,7 @@ from helpers.models import (
     SCHEMES,
     cuts,
     dense_logits,
+    enable_checkpointing,
     logits_of,
     pattern_fields,
     random_ids,
@@ -101,7 +102,7 @@ def test_gradients_of_every_parameter(scheme: dict[str, Any], pattern: dict[str,
     torch.nn.functional.cross_entropy(logits[:-1], ids[1:]).backward()
     for checkpointing in (None, {"use_reentrant": False}, {"use_reentrant": True}):
         if checkpointing:
-            model.activation_checkpointing_enable(checkpointing)
+            enable_checkpointing(model, **checkpointing)
         model.zero_grad()
         logits = model(ids[None]).logits[0]
         torch.nn.functional.cross_entropy(logits[:-1], ids[1:]).backward()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.models import NEVER, enable_checkpointing, needs_whole_graphs
 from helpers.rope_models import LENGTH, VOCABULARY, dense_mask, rope_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -141,7 +142,7 @@ def test_gradients_are_those_of_a_dense_mask(checkpointing: bool | None) -> None
     model.zero_grad()
     blockwise(model)
     if checkpointing is not None:
-        model.activation_checkpointing_enable({"use_reentrant": checkpointing})
+        enable_checkpointing(model, use_reentrant=checkpointing)
     # Two passes before the backward one: what is computed again must follow its own plan.
     losses = [model(part, labels=part, use_cache=False).loss for part in (ids, ids[:, :9])]
     (losses[0] + 0 * losses[1]).backward()
@@ -161,7 +162,7 @@ def test_checkpointing_takes_the_cache_from_layers(reentrant: bool) -> None:
         output.loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters()])
         model.zero_grad()
-        model.activation_checkpointing_enable({"use_reentrant": reentrant})
+        enable_checkpointing(model, use_reentrant=reentrant)
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, **TOLERANCE)
 
@@ -262,7 +263,8 @@ def test_generation_with_and_without_cache(kind: str, mode: dict[str, Any]) -> N
         given = (
             mode if use_cache else {name: mode[name] for name in mode if name in ("num_beams", "do_sample", "top_k")}
         )
-        tokens.append(model.generate(prompt, attention_mask=mask, max_new_tokens=40, use_cache=use_cache, **given))
+        options = {"attention_mask": mask, "max_new_tokens": 40, "eos_token_id": NEVER, **given}
+        tokens.append(model.generate(prompt, use_cache=use_cache, **options))
     assert torch.equal(*tokens)
 
 
@@ -421,6 +423,7 @@ def test_a_loaded_model_in_half_precision(tmp_path: Path) -> None:
     assert error < 0.1
 
 
+@needs_whole_graphs
 class TestCompile:
     @pytest.mark.parametrize("sinks", [0, 1])
     def test_one_graph_serves_every_step(self, sinks: int) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.architectures import tiny_model
+from helpers.models import NEVER
 from helpers.rope_models import VOCABULARY, rope_model
 from helpers.slow_rope import SlowModel
 from hypothesis import example, given, settings
@@ -16,6 +17,7 @@ from transformers import DynamicCache, PreTrainedModel
 from lex_hf import blockwise, load_cache, restore, save_cache
 from lex_hf.model.cache_layer_lex import ROLLBACK
 from lex_hf.model.masking_lex import BlockwisePattern
+from lex_hf.model.versions_lex import record_past
 from lex_hf.rope import probe
 from lex_hf.rope.blockwise import reader_of
 from lex_hf.rope.reader import ModelFunction
@@ -132,7 +134,7 @@ def test_generation_with_and_without_cache_writes_the_same(texts: torch.Tensor) 
     assert torch.equal(model.generate(ids, **options), expected)
     assert torch.equal(model.generate(ids, cache_implementation="static", disable_compile=True, **options), expected)
     assert torch.equal(
-        model.generate(ids[:1], prompt_lookup_num_tokens=3, max_new_tokens=40, do_sample=False),
+        model.generate(ids[:1], prompt_lookup_num_tokens=3, max_new_tokens=40, do_sample=False, eos_token_id=NEVER),
         model.generate(ids[:1], use_cache=False, max_new_tokens=40, do_sample=False),
     )
     beams = {"num_beams": 3, "max_new_tokens": 30, "do_sample": False, "attention_mask": mask}
@@ -162,7 +164,7 @@ def test_as_many_tokens_are_taken_back_as_are_remembered() -> None:
     ids = torch.randint(2, VOCABULARY, (1, 2 * ROLLBACK), generator=torch.Generator().manual_seed(6))
     cache = reader_of(model).new_cache()  # type: ignore[union-attr]
     read(model, ids, [5], cache)
-    cache.activate_past_recording()
+    record_past(cache)
     read(model, ids[:, 5:], [*[1] * 20, ids.shape[1] - 25], cache)
     with pytest.raises(ValueError, match="can give back at most") as error:
         cache.crop(1 - ids.shape[1])

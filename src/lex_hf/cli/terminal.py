@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import typer
 
+from lex_hf.lazy import MissingPackageError
 from lex_hf.reproduce.console import plain_console
 
 _ERRORS = (ValueError, OSError, ImportError)
@@ -61,7 +62,7 @@ def _sentence(error: Exception) -> str | None:
         return f"Something in the input is nested too deeply ({error})."
     if isinstance(error, OverflowError):
         return f"A number is too large ({error})."
-    if isinstance(error, ModuleNotFoundError) and error.name:
+    if isinstance(error, ModuleNotFoundError) and error.name and not isinstance(error, MissingPackageError):
         return f"{error}. Install the package it belongs to: pip install {error.name.partition('.')[0]}"
     if isinstance(error, _ERRORS):
         return str(error) or type(error).__name__

@@ -74,8 +74,8 @@ class Planner:
         folds: list[Fold] = []
         for piece in pieces:
             fill = self.pattern.next_slot(fill)
-            alike = next((fold for fold in folds if (fold.fill, fold.batch.length) == (fill, piece.length)), None)
-            folds.append(self._fold(piece, fill) if alike is None else self._continued(alike, piece))
+            alike = [fold for fold in folds if (fold.fill, fold.batch.length) == (fill, piece.length)]
+            folds.append(self._continued(alike[0], piece) if alike else self._fold(piece, fill))
             fill = self.pattern.slots_in_use(fill + piece.length)
         return list(folds)
 

@@ -26,6 +26,7 @@ from .batch_lex import Batch, Counts, as_tensor, by_row
 from .masking_lex import ENDLESS, FullPattern
 from .rotation_lex import scaled
 from .slots_lex import append, spread, take
+from .versions_lex import removed_by
 
 ROLLBACK = 256  # tokens that can be taken back over borders of blocks while the past is recorded
 
@@ -400,6 +401,8 @@ class LexCacheLayer(CacheLayerMixin):
         """Return the number of tokens that preallocated full attention has room for, or -1 if there is no limit."""
         return self.max_cache_len if self.max_cache_len is not None and self.block is None else -1
 
+    get_max_cache_shape = get_max_length  # its name before transformers 5.13
+
     def reset(self) -> None:
         """Forget everything that was read; the storage is kept."""
         if self.is_preallocated and self.is_initialized:
@@ -420,11 +423,10 @@ class LexCacheLayer(CacheLayerMixin):
         all that was read since the last crop, at most `ROLLBACK` tokens.
 
         Raises:
-            ValueError: If `tokens_to_remove` is positive, or the tokens reach back past the blocks that are kept.
+            ValueError: If `tokens_to_remove` is positive (before transformers 5.14, it may be: the tokens to keep), or
+                the tokens reach back past the blocks that are kept.
         """
-        removed = abs(tokens_to_remove)
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
+        removed = removed_by(tokens_to_remove, int(self.columns))
         if removed > (spare := self._croppable()):
             self._restore_past(removed, spare)
         elif isinstance(self.lengths, int):

@@ -6,6 +6,7 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from .cache_layer_lex import LexCacheLayer, Origin
 from .masking_lex import FullPattern
+from .versions_lex import record_past
 
 
 class LexCache(Cache):
@@ -55,14 +56,18 @@ class LexCache(Cache):
             return cache
         if not isinstance(cache, (DynamicCache, StaticCache)) or cache.get_seq_length() > 0:
             raise ValueError(
-                f"past_key_values is a {type(cache).__name__} that holds {cache.get_seq_length()} tokens; LEX "
+                f"past_key_values is a {type(cache).__name__} that holds {int(cache.get_seq_length())} tokens; LEX "
                 "continues only from its own cache. Pass a LexCache, an empty DynamicCache, or None to have one made."
             )
         is_static = isinstance(cache, StaticCache)
-        cache.layers = _new_layers(patterns, key_fields, cache.get_max_length() if is_static else None)
+        cache.layers = _new_layers(patterns, key_fields, _room(cache) if is_static else None)
         if not is_static:
             cache.layer_class_to_replicate = None
         return cache
+
+    def activate_past_recording(self) -> None:
+        """Remember what is read from now on, so that tokens can be taken back over borders of blocks."""
+        record_past(self)
 
     def nbytes(self) -> int:
         """Return the bytes that all layers occupy."""
@@ -99,6 +104,11 @@ class LexStaticCache(LexCache):
 
 def _new_layers(patterns: list[FullPattern], key_fields: Origin, max_cache_len: int | None) -> list[LexCacheLayer]:
     return [LexCacheLayer(pattern, key_fields, max_cache_len) for pattern in patterns]
+
+
+def _room(cache: StaticCache) -> int:
+    """Tokens that a static cache was made for; layers with a window have less room."""
+    return max(layer.max_cache_len for layer in cache.layers)
 
 
 def _check_layers(

@@ -15,9 +15,12 @@ from transformers.activations import ACT2FN
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import logging
 
+# Older versions of transformers copy only the files that are imported here; positions need the others.
+from .batch_lex import Movable as Movable
 from .fields_lex import MAX_SIZE, require, require_finite, require_size
 from .masking_lex import PATTERNS, FullPattern
 from .positions_lex import SCHEMES
+from .rotation_lex import Rotation as Rotation
 
 logger = logging.get_logger(__name__)
 

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .versions_lex import flex_takes_biases
+
 
 class AttentionFunction:
     """An attention function of transformers, with what it takes for masks.
@@ -51,13 +53,18 @@ class AttentionFunction:
             is nothing to mask and nothing to add.
 
         Raises:
-            ValueError: If it takes no masks.
+            ValueError: If it takes no masks, or no biases.
         """
         if not self.takes_masks and (seen is not None or bias is not None):
             raise ValueError(
                 f"{self.implementation} takes no mask, and {names[bias is not None]} needs one. It serves xPos and "
                 "other schemes without a bias, blockwise or full attention, without packing. Load the model with "
                 "attn_implementation='sdpa'."
+            )
+        if bias is not None and self.implementation == "flex_attention" and not flex_takes_biases():
+            raise ValueError(
+                f"{names[True]} needs a bias for each head, which flex_attention of this version of transformers does "
+                "not take: load the model with attn_implementation='sdpa', or install a newer transformers."
             )
         if seen is not None and bias is None and self.implementation == "sdpa":
             return _for_all_heads(seen)
@@ -89,8 +96,10 @@ class AttentionFunction:
             `(batch, num_heads, query, key)`, or `None`.
         """
         if self.implementation == "flex_attention" and mask is not None:
-            # It takes what is added to scores under this name, and the mask without heads.
-            kwargs["position_bias"], mask = mask.expand(*query.shape[:3], key.shape[2]), None
+            if flex_takes_biases():  # what is added to scores, under this name, and the mask without heads
+                kwargs["position_bias"], mask = mask.expand(*query.shape[:3], key.shape[2]), None
+            else:
+                mask = mask.expand(query.shape[0], *mask.shape[1:])
         output, weights = self.of(module)(module, query, key, value, mask, is_causal=causal, **kwargs)
         # flex_attention returns log-sum-exps in this place.
         return output.transpose(1, 2), weights if weights is not None and weights.dim() == 4 else None

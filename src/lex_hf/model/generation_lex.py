@@ -10,17 +10,19 @@ from transformers.utils import logging
 
 from .batch_lex import check_past
 from .cache_lex import LexCache, LexStaticCache
+from .versions_lex import record_past, takes_back
 
 logger = logging.get_logger(__name__)
 
 CACHE_IMPLEMENTATIONS = ("dynamic", "static", "offloaded", "offloaded_static")
-# Names that transformers still takes for static caches.
+# Names that transformers also takes.
 _DEPRECATED_CACHES = {
     "sliding_window": "static",
     "hybrid": "static",
     "hybrid_chunked": "static",
     "offloaded_hybrid": "offloaded_static",
     "offloaded_hybrid_chunked": "offloaded_static",
+    "dynamic_full": "dynamic",  # of guesses, before transformers 5.15
 }
 
 
@@ -60,10 +62,12 @@ class LexGenerationMixin(GenerationMixin):
                 cache, self.config.patterns, self.config.key_fields, len(self.model.layers)
             )
         elif generation_config.use_cache is not False:
-            length = max(max_cache_length, generation_config.max_cache_len or 0)
+            length = max(max_cache_length, getattr(generation_config, "max_cache_len", None) or 0)
             model_kwargs["past_key_values"] = self._new_cache(wanted, length)
             if generation_config.is_assistant:  # its guesses are taken back
-                model_kwargs["past_key_values"].activate_past_recording()
+                record_past(model_kwargs["past_key_values"])
+        if takes_back(generation_mode) and model_kwargs.get("past_key_values") is not None:
+            record_past(model_kwargs["past_key_values"])
 
     def _new_cache(self, implementation: str, length: int) -> Cache:
         """Make a cache for `generate`; one of static length has the longest of all so far, so compilers meet one."""

@@ -13,20 +13,17 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import PreTrainedModel, slice_logits_to_keep
+from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import TransformersKwargs, can_return_tuple, logging
-from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-# Every file is imported here: older versions of transformers copy only what the modelling file itself imports.
-from . import fields_lex as fields_lex
-from . import rotation_lex as rotation_lex
-from . import slots_lex as slots_lex
+# Every file is imported here, in this form: older versions of transformers copy only what they find so in this file.
 from .attention_lex import Fold, Planner, Step
 from .batch_lex import PACKED, Batch
 from .cache_layer_lex import LexCacheLayer
 from .cache_lex import LexCache
 from .configuration_lex import LexConfig
+from .fields_lex import require as require
 from .functions_lex import AttentionFunction
 from .generation_lex import LexGenerationMixin
 from .layers_lex import LexAttention, LexDecoderLayer
@@ -34,6 +31,9 @@ from .linear_lex import LexLinear, suits_parts
 from .loss_lex import chunked_causal_loss
 from .masking_lex import FullPattern
 from .positions_lex import SCHEMES, PositionScheme
+from .rotation_lex import Rotation as Rotation
+from .slots_lex import append as append
+from .versions_lex import record_past as record_past
 
 logger = logging.get_logger(__name__)
 
@@ -100,7 +100,6 @@ class LexModel(LexPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
     @capture_outputs
     def forward(
         self,
@@ -139,7 +138,7 @@ class LexModel(LexPreTrainedModel):
         cache = LexCache.adopt(past_key_values, patterns, self.config.key_fields, len(self.layers))
         # A compiler cannot tell whether position_ids pack rows; if they do, that is in training.
         maybe_packed = torch.compiler.is_compiling() and self.training and position_ids is not None
-        if use_cache and cache is None and not maybe_packed:
+        if self._uses_cache(use_cache) and cache is None and not maybe_packed:
             cache = LexCache(self.config)
         own = self._own_layers()
         layer = None if cache is None else cache.layers[own[0]]
@@ -158,13 +157,12 @@ class LexModel(LexPreTrainedModel):
         are_recorded = kwargs["output_attentions"] or kwargs.get(
             "output_hidden_states", self.config.output_hidden_states
         )
-        own_patterns = {patterns[index]: index for index in reversed(own)}
-        plans = self._plans(own_patterns, batch, cache, hidden_states, function, in_pieces=not are_recorded)
+        names = self.config.layer_patterns
+        first = {names[index]: index for index in reversed(own)}
+        plans = self._plans(first, patterns, batch, cache, hidden_states, function, in_pieces=not are_recorded)
         hidden_states = self.dropout(hidden_states)
-        for layer, pattern in zip(self.layers, patterns, strict=False):
-            hidden_states = self._read(
-                layer, hidden_states, plans.get(pattern, []), cache, function=function, **kwargs
-            )
+        for layer, name in zip(self.layers, names, strict=False):
+            hidden_states = self._read(layer, hidden_states, plans.get(name, []), cache, function=function, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=cache)
 
     def _read(
@@ -186,6 +184,15 @@ class LexModel(LexPreTrainedModel):
         for plan, piece in zip(plans, hidden_states.split([plan.batch.length for plan in plans], 1), strict=True):
             piece.copy_(layer(piece, plan=plan, past_key_values=cache, **kwargs))
         return hidden_states
+
+    def _uses_cache(self, use_cache: bool | None) -> bool:
+        """Return whether to make a cache; layers that are computed again for gradients would write to it again."""
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if use_cache and self.training and self.gradient_checkpointing:
+            if not torch.compiler.is_compiling():
+                logger.warning_once("use_cache=True has no effect on training with gradient checkpointing.")
+            return False
+        return bool(use_cache)
 
     def _warn_without_weights(self) -> None:
         if self.config._attn_implementation != "eager" and not torch.compiler.is_compiling():
@@ -216,23 +223,24 @@ class LexModel(LexPreTrainedModel):
 
     def _plans(
         self,
-        patterns: dict[FullPattern, int],
+        first: dict[str, int],
+        patterns: list[FullPattern],
         batch: Batch,
         cache: Cache | None,
         states: torch.Tensor,
         function: AttentionFunction,
         in_pieces: bool,
-    ) -> dict[FullPattern, list[Fold | Step]]:
+    ) -> dict[str, list[Fold | Step]]:
         """Plan this forward pass, once for each attention pattern: its pieces, of which most inputs are one.
 
-        `patterns` gives the first layer with each pattern, in whose cache it reads what came before.
+        `first` gives the first layer with each pattern, by its name, in whose cache it reads what came before.
         """
         in_pieces = in_pieces and suits_parts(states, CHUNK, self.layers) and not any(map(_is_observed, self.layers))
-        plans: dict[FullPattern, list[Fold | Step]] = {}
-        for pattern, index in patterns.items():
-            layer = None if cache is None else cache.layers[index]
+        plans: dict[str, list[Fold | Step]] = {}
+        for name, index in first.items():
+            pattern, layer = patterns[index], None if cache is None else cache.layers[index]
             planner = Planner(pattern, self.positions, function, states.dtype, states.device, self.tp_mesh)
-            plans[pattern] = planner.plan(_pieces(batch, layer, pattern.block) if in_pieces else [batch], layer)
+            plans[name] = planner.plan(_pieces(batch, layer, pattern.block) if in_pieces else [batch], layer)
         return plans
 
     @torch.no_grad()
@@ -261,7 +269,7 @@ def _check_memory(config: LexConfig) -> None:
     Raises:
         ValueError: If the parameters take more than all memory of the machine.
     """
-    if torch.get_default_device().type != "cpu" or is_deepspeed_zero3_enabled() or not hasattr(os, "sysconf"):
+    if torch.empty(0).device.type != "cpu" or is_deepspeed_zero3_enabled() or not hasattr(os, "sysconf"):
         return
     needed = config.num_parameters() * torch.get_default_dtype().itemsize
     there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -288,6 +296,15 @@ def _is_observed(module: nn.Module) -> bool:
     """Return whether hooks of a user, who expects whole states, are registered on a module."""
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     return any(getattr(hook, "__module__", "") != capture_outputs.__module__ for hook in hooks)
+
+
+def _at(states: torch.Tensor, positions: int | torch.Tensor) -> torch.Tensor:
+    """Return the states at the last positions, or at these of all rows or of each."""
+    if isinstance(positions, int):
+        return states[:, slice(-positions, None)]
+    if positions.dim() == 2 and positions.dtype != torch.bool:
+        return states.take_along_dim(positions[..., None], dim=1)
+    return states[:, positions] if positions.dim() == 1 else states[positions]
 
 
 def _check_rows(layer: LexCacheLayer | None, batch: int) -> None:
@@ -346,7 +363,9 @@ class LexForCausalLM(LexGenerationMixin, LexPreTrainedModel):
             inputs_embeds: See [`LexModel.forward`].
             labels: Shape `(batch, sequence)`; the token that follows is the target, -100 is not counted.
             use_cache: See [`LexModel.forward`].
-            logits_to_keep: Number of last positions to compute logits for (0: all), or the positions themselves.
+            logits_to_keep: Number of last positions to compute logits for (0: all), or the positions themselves, shape
+                `(positions,)`, or by row `(batch, positions)`; or as booleans `(batch, sequence)`, of which the logits
+                have the shape `(positions, vocab_size)`.
             kwargs: See [`LexModel.forward`]; `num_items_in_batch` goes to the loss.
 
         Returns:
@@ -367,7 +386,7 @@ class LexForCausalLM(LexGenerationMixin, LexPreTrainedModel):
         if labels is not None and self.training and self.config.chunked_loss:
             loss = chunked_causal_loss(outputs.last_hidden_state, self.lm_head.weight, labels, **kwargs)
         else:
-            logits = self.lm_head(slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep))
+            logits = self.lm_head(_at(outputs.last_hidden_state, logits_to_keep))
         if labels is not None and logits is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(

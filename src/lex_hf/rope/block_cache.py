@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from transformers.cache_utils import (
     Cache,
-    DummyLayer,
     DynamicCache,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
@@ -16,6 +15,7 @@ from transformers.cache_utils import (
 from lex_hf.model.batch_lex import Batch
 from lex_hf.model.cache_layer_lex import LexCacheLayer
 from lex_hf.model.masking_lex import FullPattern
+from lex_hf.model.versions_lex import cache_classes
 from lex_hf.rope.turns import Turn, Turns
 
 
@@ -209,7 +209,7 @@ def adopt(cache: Any, patterns: Mapping[int, FullPattern], owner: str, turns: Ma
 
 
 def _is_dummy(cache: Cache, index: int) -> bool:
-    return index < len(cache.layers) and isinstance(cache.layers[index], DummyLayer)
+    return index < len(cache.layers) and isinstance(cache.layers[index], cache_classes("DummyLayer"))
 
 
 def _check(layer: Any, index: int, pattern: FullPattern, origin: tuple[tuple[str, Any], ...]) -> None:

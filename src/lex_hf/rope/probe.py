@@ -8,24 +8,16 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.cache_utils import (
-    DummyLayer,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
+from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, and_masks, causal_mask_function, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from lex_hf.model.versions_lex import HYBRIDS_TAKE_BACK, cache_classes
+
 _NAME = "lex_hf_probe"
-_REPLACEABLE = (
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-)
+_DUMMY = cache_classes("DummyLayer")
+_HYBRIDS = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
+_REPLACEABLE = cache_classes("DynamicLayer", "DynamicSlidingWindowLayer", *(_HYBRIDS if HYBRIDS_TAKE_BACK else ()))
 
 
 @dataclass(frozen=True)
@@ -197,7 +189,7 @@ def states_at(
     with reading_as(model, masks, attend), torch.no_grad(), evaluating(model):
         model(input_ids=tokens(model, count), position_ids=positions, use_cache=True, past_key_values=cache)
     for index in states:
-        if index < len(cache.layers) and not isinstance(cache.layers[index], DummyLayer):
+        if index < len(cache.layers) and not isinstance(cache.layers[index], _DUMMY):
             states[index] += [cache.layers[index].keys, cache.layers[index].values]
     return states
 
@@ -209,8 +201,8 @@ def check_cache(model: PreTrainedModel, layers: Collection[int]) -> str | None:
         model(input_ids=tokens(model, 4), use_cache=True, past_key_values=cache)
     kept: dict[int, Any] = {index: cache.layers[index] if index < len(cache.layers) else None for index in layers}
     for index, layer in kept.items():
-        if type(layer) not in (*_REPLACEABLE, DummyLayer) or not layer.is_initialized:
+        if type(layer) not in (*_REPLACEABLE, *_DUMMY) or not layer.is_initialized:
             return f"layer {index} keeps its past in a {type(layer).__name__}"
-    if all(isinstance(layer, DummyLayer) for layer in kept.values()):
+    if all(isinstance(layer, _DUMMY) for layer in kept.values()):
         return f"layers {list(kept)} attend to what other layers keep"
     return None

@@ -30,6 +30,7 @@ from lex_hf.model.functions_lex import AttentionFunction, eager_attention_forwar
 from lex_hf.model.layers_lex import by_column
 from lex_hf.model.masking_lex import BlockwisePattern, FullPattern, SlidingPattern
 from lex_hf.model.positions_lex import PositionScheme
+from lex_hf.model.versions_lex import is_checkpointing, is_recording_past, record_past, takes_back
 from lex_hf.rope.block_cache import BlockCacheLayer, adopt
 from lex_hf.rope.turns import Turns
 
@@ -170,7 +171,7 @@ class Reader:
             states = kwargs["input_ids"].unsqueeze(-1)
         mask, positions = _given(kwargs.get("attention_mask")), kwargs.get("position_ids")
         # Layers that are computed again get no cache from transformers, whatever the model was given.
-        if decoder.training and decoder.is_activation_checkpointing:
+        if decoder.training and is_checkpointing(decoder):
             kwargs |= {"use_cache": False, "past_key_values": None}
         cache, layer = self._cache(kwargs), None
         blocks: list[BlockCacheLayer] = []
@@ -249,11 +250,12 @@ class Reader:
         given = args[1] if len(args) > 1 else kwargs["model_kwargs"]
         cache = given.get("past_key_values")
         if cache is not None:
-            records = any(cache.is_recording_past(index) for index in range(len(cache.layers)))
+            records = is_recording_past(cache)
             given["past_key_values"] = self._adopted(cache)
             generation_config = args[0] if args else kwargs["generation_config"]
-            if records or generation_config.is_assistant:
-                cache.activate_past_recording()
+            mode = args[2] if len(args) > 2 else kwargs["generation_mode"]
+            if records or generation_config.is_assistant or takes_back(mode):
+                record_past(cache)
 
     def mask(self, *args: Any, **kwargs: Any) -> Any:
         """Return the plan for layers with full attention, and the mask of transformers for all others."""

@@ -64,7 +64,7 @@ def reading_window(model: PreTrainedModel, window: int) -> Iterator[Callable[[],
         cache = DynamicCache(config=model.config.get_text_config())
         for index, own in seen.windows.items():
             if own is None or own > window:
-                cache.layers[index] = WindowLayer(window)
+                cache.layers[index] = WindowLayer(sliding_window=window)
         return cache
 
     with probe.reading_as(model, mask, attend):
