@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test docs-test lint hf-tests client-tests benchmark notebooks clean
+.PHONY: demo test docs-test lint hf-tests client-tests benchmark notebooks dist clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -52,6 +52,15 @@ benchmark: $(VENV)/.installed-dev ## time and memory beside other models, on a q
 notebooks: $(VENV)/.installed-dev ## run the notebooks again, in place
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebooks]'
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+
+# From what is committed: nothing else that lies in the folder gets in. Neither PyTorch nor the package is installed.
+dist: | $(BIN)/python ## the source distribution and the wheel of the last commit, in dist, and checked; uploads nothing
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt build twine
+	rm -rf dist build/dist && mkdir -p build/dist
+	git archive HEAD | tar -xC build/dist
+	$(BIN)/python -m build --dependency-constraints-txt constraints.txt --outdir dist build/dist
+	$(BIN)/python -m twine check --strict dist/*
+	@git diff --quiet HEAD || echo 'Changes that are not committed are not in it.'
 
 clean:
 	rm -rf $(VENV) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis

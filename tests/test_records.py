@@ -5,8 +5,10 @@ import platform
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
 import torch
 
+import lex_hf
 from lex_hf.records import content_hash, fingerprint, hardware, read_json, versions, write_json
 
 
@@ -38,3 +40,10 @@ def test_versions_and_hardware() -> None:
     assert found["no-such-library"] == "not installed"
     assert hardware()["processes"] == 1
     assert set(hardware()) == {"machine", "system", "threads", "accelerators", "processes"}
+
+
+def test_the_version_is_that_of_the_code_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sources may be newer than what pip knows of them: those that are installed as editable, or only on a path."""
+    assert versions("lex-hf")["lex-hf"] == lex_hf.__version__
+    monkeypatch.setattr(lex_hf, "__version__", "9.8.7")
+    assert versions("lex-hf")["lex-hf"] == "9.8.7"

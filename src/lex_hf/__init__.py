@@ -95,7 +95,7 @@ if TYPE_CHECKING:
 else:
     __getattr__, __dir__ = exports(__name__, _NAMES, modules=(*_ROOMS, *_MOVED))
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = sorted([*_NAMES, "metric_path"])
 
 sys.meta_path.append(MovedModules(__name__, _MOVED))

@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
@@ -183,6 +184,8 @@ def _version(library: str) -> str:
         import torch
 
         return str(torch.__version__)  # with the build, e.g. 2.13.0+cu130, unlike its metadata
+    if library == "lex-hf":
+        return str(sys.modules["lex_hf"].__version__)  # of the code that runs, whatever was installed last
     try:
         return version(library)
     except PackageNotFoundError:  # run from its sources, without being installed
