@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test docs-test lint hf-tests client-tests benchmark notebooks dist clean
+.PHONY: demo test floor-test docs-test lint hf-tests client-tests benchmark notebooks dist clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -11,7 +11,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[cli,eval,plot,train]'
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml constraints.txt | $(BIN)/python
@@ -30,6 +30,19 @@ lint: $(VENV)/.installed-dev
 test: lint ## lint, types, and the whole test suite; no network
 	$(BIN)/python -m pytest --numprocesses logical --maxprocesses 8 --dist loadfile
 
+# The oldest versions that pyproject.toml allows, in an environment of their own.
+FLOOR := $(VENV)-floor
+CORE := tests/model tests/rope tests/inference tests/evaluation tests/data tests/test_extras.py tests/test_imports.py
+
+$(FLOOR)/.installed: pyproject.toml constraints-floor.txt
+	$(PYTHON) -m venv $(FLOOR)
+	$(FLOOR)/bin/python -m pip install --quiet --constraint constraints-floor.txt --editable '.[cli,eval,plot,train]' hypothesis psutil pytest pytest-xdist
+	touch $@
+
+# Warnings of old libraries are none of ours.
+floor-test: $(FLOOR)/.installed ## the core's tests with the oldest versions that are allowed: 6 GB, a quarter of an hour
+	$(FLOOR)/bin/python -m pytest -W default --numprocesses logical --maxprocesses 8 --dist loadfile $(CORE)
+
 docs-test: $(VENV)/.installed-dev ## run README's code and all notebooks, in build/notebooks; ten minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,notebooks]'
 	$(BIN)/python -m pytest tests/test_readme.py tests/test_notebooks.py tests/hub/test_zoo.py
@@ -43,7 +56,7 @@ hf-tests: $(VENV)/.installed-dev ## transformers' own shared tests over the LEX 
 	PYTHONPATH=$$tests OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts= -W ignore -q -rs tests/hf/suite_lex.py
 
 client-tests: $(VENV)/.installed-dev ## PEFT, TRL, torchao, an HTTP server: installs them
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,clients,serving]'
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,clients,serve]'
 	$(BIN)/python -m pytest tests/inference/test_clients_extra.py
 
 benchmark: $(VENV)/.installed-dev ## time and memory beside other models, on a quiet machine
@@ -63,4 +76,4 @@ dist: | $(BIN)/python ## the source distribution and the wheel of the last commi
 	@git diff --quiet HEAD || echo 'Changes that are not committed are not in it.'
 
 clean:
-	rm -rf $(VENV) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .lazy import AfterImport, MovedModules, exports
+from .lazy import AfterImport, Extras, MovedModules, exports
 
 _ROOMS = ("cli", "convert", "data", "evaluation", "hub", "inference", "model", "reproduce", "rope", "training")
 # New place of each module of version 0.1.0 by its old name.
@@ -98,7 +98,15 @@ else:
 __version__ = "0.2.0"
 __all__ = sorted([*_NAMES, "metric_path"])
 
-sys.meta_path.append(MovedModules(__name__, _MOVED))
+# Modules that the extras of pyproject.toml bring.
+_EXTRAS = {
+    "eval": ("accelerate", "datasets", "evaluate", "pyarrow", "scipy"),
+    "train": ("accelerate", "datasets", "pyarrow", "scipy", "yaml"),
+    "plot": ("matplotlib",),
+    "cli": ("jinja2", "rich", "typer", "yaml"),
+}
+
+sys.meta_path[:0] = [MovedModules(__name__, _MOVED), Extras(__name__, "lex-hf", _EXTRAS)]
 
 
 def _register_config() -> None:

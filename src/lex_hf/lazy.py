@@ -140,7 +140,7 @@ class Extras(Watcher):
             extra = next((name for name in bringing if own.startswith(name)), bringing[0])
             raise MissingPackageError(  # also where one was raised: of modules that import each other the first counts
                 f"{module.__name__} needs {missing}, which is not installed. The extra {extra!r} brings it: "
-                f"pip install '{self._distribution}[{extra}]'",
+                f"pip install '{self._distribution}[{extra}]' (or '{self._distribution}[all]' for everything).",
                 name=error.name,
             ) from (error.__cause__ or error)
 

@@ -378,7 +378,7 @@ class TestServe:
 
     def test_without_its_packages(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("lex_hf.inference.serve.is_serve_available", lambda: False)
-        assert self.serve(folder) == "Error: Serving needs more packages: pip install 'transformers[serving]'"
+        assert self.serve(folder) == "Error: Serving needs more packages: pip install 'lex-hf[serve]'"
 
     @pytest.mark.parametrize("options", [["--continuous-batching"], ["--device", "cpu", "--cb-block-size=16"]])
     def test_continuous_batching(self, folder: Path, options: list[str]) -> None:

@@ -1,6 +1,6 @@
 """Clients that are packages of their own, each tested where it is installed: PEFT, TRL, torchao, `lex-hf serve`.
 
-`pip install '.[clients,serving]'` installs them all.
+`pip install '.[clients,serve]'` installs them all.
 """
 
 import contextlib

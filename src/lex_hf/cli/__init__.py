@@ -1,6 +1,6 @@
 """The command line `lex-hf`: its commands parse, call one function of the package, and print."""
 
-from lex_hf.lazy import exports
+from lex_hf.lazy import MissingPackageError, exports
 
 __getattr__, __dir__ = exports(__name__, {"app": "commands"})
 
@@ -13,3 +13,5 @@ def main() -> None:
         app()
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+    except MissingPackageError as error:
+        raise SystemExit(f"Error: {error}") from None

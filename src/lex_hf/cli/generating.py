@@ -76,7 +76,7 @@ def serve(
     """Serve a model over HTTP, for `transformers chat` and OpenAI's clients; Ctrl-C ends it.
 
     All further options, after MODEL, are those of `transformers serve`, which `transformers serve --help` explains;
-    needs pip install 'transformers[serving]'.
+    needs pip install 'lex-hf[serve]'.
     """
     from lex_hf.inference import serve as server
 

@@ -46,13 +46,13 @@ def serve(
         options: Further options of the command `transformers serve`, as typed, e.g. `["--device", "cuda:1"]`.
 
     Raises:
-        ImportError: If the packages of `transformers[serving]` are not installed; the message says how to get them.
+        ImportError: If the packages of the extra `serve` are not installed; the message says how to get them.
         ValueError: For continuous batching, which LEX does not support, or a model that is missing, cannot be
             served, or lacks weights.
     """
     _check_options(model, options)
     if not is_serve_available():
-        raise ImportError("Serving needs more packages: pip install 'transformers[serving]'")
+        raise ImportError("Serving needs more packages: pip install 'lex-hf[serve]'")
     # Not `import transformers...`: the server looks models up in its own module object.
     manager = importlib.import_module("transformers.cli.serving.model_manager")
     manager.transformers.LexForCausalLM = LexForCausalLM
