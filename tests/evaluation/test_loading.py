@@ -1,6 +1,5 @@
 """Loading for evaluation: its options, weights that are missing, renamed or of another shape, damaged files."""
 
-import importlib
 import json
 import pickle
 from collections.abc import Callable
@@ -12,6 +11,7 @@ import pytest
 import torch
 from helpers.models import tiny_model
 from helpers.perplexity import TOKENIZER, lex
+from helpers.serving import model_manager
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
@@ -226,7 +226,7 @@ def test_pickles_are_not_recommended(folder: Path) -> None:
 
 
 def test_serve_refuses(renamed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = importlib.import_module("transformers.cli.serving.model_manager")
+    manager = model_manager()
     # Set here to be taken back after the test.
     monkeypatch.setattr(manager.transformers, "LexForCausalLM", None, raising=False)
     monkeypatch.setattr(manager.ModelManager, "get_gen_models", None)

@@ -305,7 +305,14 @@ def test_models_of_others_match_their_own_projections(
 def gemma2() -> PreTrainedModel:
     sizes = {"hidden_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 20}
     return Gemma2ForCausalLM(
-        Gemma2Config(head_dim=12, num_hidden_layers=2, attn_logit_softcapping=0.01, **sizes, **VOCABULARY)
+        Gemma2Config(
+            head_dim=12,
+            num_hidden_layers=2,
+            attn_logit_softcapping=0.01,
+            attn_implementation="eager",  # older versions of transformers choose sdpa, which has no such caps
+            **sizes,
+            **VOCABULARY,
+        )
     )
 
 

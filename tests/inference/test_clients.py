@@ -5,7 +5,6 @@ What needs a package of its own is in test_clients_extra.py.
 
 import asyncio
 import copy
-import importlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
@@ -17,6 +16,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from datasets import Dataset
 from helpers.models import needs_whole_graphs, random_ids, tiny_model
+from helpers.serving import model_manager
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AsyncTextIteratorStreamer,
@@ -349,10 +349,7 @@ class TestServe:
     def test_starts_the_server_of_transformers(
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        try:
-            manager = importlib.import_module("transformers.cli.serving.model_manager")
-        except NameError:
-            pytest.skip("older transformers import their server only where its packages are installed")
+        manager = model_manager()
         # Set here to be taken back after the test.
         monkeypatch.setattr(manager.transformers, "LexForCausalLM", None, raising=False)
         monkeypatch.setattr(manager.ModelManager, "get_gen_models", None)

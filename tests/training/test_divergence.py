@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.commands import SMALL, lex, setting
 from helpers.trainings import STEPS, assert_same_weights, examples, on_forward, tiny_lex, train_tiny
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from lex_hf.training.divergence import TrainingDiverged
@@ -39,6 +40,7 @@ class TestDivergence:
             train_tiny(copied, model, examples(10), resume=True, **STEPS)
         assert not (copied / "config.json").exists()
 
+    @pytest.mark.skipif(Version(torch.__version__).release < (2, 13), reason="AdamW itself refuses what overflows")
     @pytest.mark.parametrize("strategy", ["no", "steps"])
     def test_in_the_last_step_is_seen_in_the_weights(self, tmp_path: Path, strategy: str) -> None:
         options = {"max_steps": 1, "learning_rate": 1e39, "save_strategy": strategy, "max_grad_norm": 0.0}
@@ -61,7 +63,7 @@ class TestDivergence:
         assert_same_weights(resumed, expected)
 
     def test_ends_the_command_with_an_error(self, tmp_path: Path, text: Path) -> None:
-        options = setting(max_steps=30, learning_rate=1e38, warmup_steps=0, max_grad_norm=0, logging_steps=5)
+        options = setting(max_steps=30, learning_rate=1e37, warmup_steps=0, max_grad_norm=0, logging_steps=5)
         result = lex("train", "tiny", text, "--output", tmp_path / "out", *SMALL, *options)
         assert result.exit_code == 1
         assert "Training diverged" in result.stderr

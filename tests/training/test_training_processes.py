@@ -1,5 +1,6 @@
 """Training in two processes, and models that they share out."""
 
+import inspect
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import torch
 from helpers.forks import PACKAGE
 from helpers.trainings import LENGTH, examples, tiny_lex, train_tiny
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 from typer.testing import CliRunner
 
 from lex_hf import LexForCausalLM
@@ -90,6 +92,9 @@ class TestTwoProcesses:
         assert not torch.allclose(started.lm_head.weight, one.lm_head.weight, atol=1e-3)
 
     @pytest.mark.processes
+    @pytest.mark.skipif(
+        "fsdp_size" not in inspect.signature(DistributedConfig).parameters, reason="transformers 5.9 cannot load so"
+    )
     def test_share_out_a_model(self, tmp_path: Path) -> None:
         script = tmp_path / "script.py"
         script.write_text(SHARDED)

@@ -128,13 +128,17 @@ def as_tensors(dataset: Dataset) -> Dataset:
 
 
 def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Make a batch whose labels are its tokens, all of them: end-of-text is learnt though it also pads.
+    """Make a batch whose labels are its tokens: end-of-text is learnt though it also pads.
 
-    Where documents are kept apart, nothing predicts the first token of one. `input_ids` and perhaps `position_ids` of
-    shape `(length,)` become batches of shape `(batch, length)`, as are the `labels`.
+    Nothing predicts the first token of an example, nor, where documents are kept apart, of one of these; they are no
+    labels, as older versions of `Trainer` divide the loss by the number of all labels.
+
+    `input_ids` and perhaps `position_ids` of shape `(length,)` become batches of shape `(batch, length)`, as are the
+    `labels`.
     """
     batch: dict[str, torch.Tensor] = default_data_collator(examples)
     labels = batch["input_ids"].clone()
+    labels[:, 0] = IGNORED
     if "position_ids" in batch:
         labels[batch["position_ids"] == 0] = IGNORED
     return {**batch, "labels": labels}

@@ -189,7 +189,9 @@ class Recipe:
         if devices is None:
             devices = max(get_cpu_distributed_information().world_size, torch.accelerator.device_count(), 1)
         steps = self.setting("max_steps")
-        again = ("activation_checkpointing", "gradient_checkpointing")
+        again = [
+            name for name in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, name)
+        ]
         return estimate(
             config,
             length=self.length(config),

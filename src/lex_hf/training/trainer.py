@@ -27,7 +27,8 @@ from lex_hf.training.run_record import Change, RunRecord, stream_position
 
 logger = logging.get_logger(__name__)
 
-_IN_THIS_PROCESS = {"dataloader_persistent_workers": False, "dataloader_multiprocessing_context": None}
+_NO_WORKERS = {"dataloader_persistent_workers": False, "dataloader_multiprocessing_context": None}
+_IN_THIS_PROCESS = {name: value for name, value in _NO_WORKERS.items() if hasattr(TrainingArguments, name)}
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,11 @@ class Perplexity(evaluate.Metric):
             reference_urls=["https://arxiv.org/abs/2212.10554"],
         )
 
+    def add(self, *, prediction: str | None = None, reference: Any = None, **kwargs: Any) -> None:
+        """Add one text; datasets before 5.0 would write it after those that `add_batch` adds later."""
+        given = {} if reference is None else {"references": [reference]}
+        self.add_batch(predictions=None if prediction is None else [prediction], **given, **kwargs)
+
     def _compute(
         self,
         predictions: list[str],
