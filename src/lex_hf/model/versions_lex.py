@@ -3,13 +3,14 @@
 import inspect
 from functools import cache
 
+import torch
 from torch import nn
 from transformers import cache_utils
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-# transformers before 5.15: layers with attention and states have one state of each kind, and cannot take tokens back.
+# transformers before 5.14: layers with attention and states have one state of each kind, and cannot take tokens back.
 HYBRIDS_TAKE_BACK = "number_of_states" in inspect.signature(cache_utils.LinearAttentionLayer.__init__).parameters
 
 # PyTorch before 2.13: a loss that never holds all logits.
@@ -26,7 +27,7 @@ def cache_classes(*names: str) -> tuple[type, ...]:
     return tuple(getattr(cache_utils, name) for name in names if hasattr(cache_utils, name))
 
 
-def removed_by(given: int, length: int) -> int:
+def removed_by(given: int | torch.Tensor, length: int) -> int:
     """Return how many tokens `crop(given)` takes back from a text of this length.
 
     Args:
@@ -37,6 +38,7 @@ def removed_by(given: int, length: int) -> int:
     Raises:
         ValueError: If `given` is positive, and this version of transformers does not call `crop` so.
     """
+    given = int(given)  # transformers 5.14 gives a tensor
     if given <= 0:
         return -given
     if not _CROPS_TO_LENGTH:
