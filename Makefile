@@ -32,7 +32,7 @@ test: lint ## lint, types, and the whole test suite; no network
 
 # The oldest versions that pyproject.toml allows, in an environment of their own.
 FLOOR := $(VENV)-floor
-CORE := tests/model tests/rope tests/inference tests/evaluation tests/data tests/test_extras.py tests/test_imports.py
+CORE := tests/model tests/rope tests/inference tests/evaluation tests/data tests/training tests/test_extras.py tests/test_imports.py
 
 $(FLOOR)/.installed: pyproject.toml constraints-floor.txt
 	$(PYTHON) -m venv $(FLOOR)
@@ -40,7 +40,7 @@ $(FLOOR)/.installed: pyproject.toml constraints-floor.txt
 	touch $@
 
 # Warnings of old libraries are none of ours.
-floor-test: $(FLOOR)/.installed ## the core's tests with the oldest versions that are allowed: 6 GB, a quarter of an hour
+floor-test: $(FLOOR)/.installed ## tests of all but the Hub, the papers and the command line, with the oldest versions that are allowed; downloads PyTorch
 	$(FLOOR)/bin/python -m pytest -W default --numprocesses logical --maxprocesses 8 --dist loadfile $(CORE)
 
 docs-test: $(VENV)/.installed-dev ## run README's code and all notebooks, in build/notebooks; ten minutes
