@@ -41,9 +41,14 @@ def test_they_are_all_here() -> None:
     assert list(jobs(ROOT / ".github/workflows/publish.yml")) == ["build", "publish"]
 
 
-@pytest.mark.parametrize(("name", "targets"), [("publish.yml", {"dist"}), ("tests.yml", {"test"})])
+@pytest.mark.parametrize(("name", "targets"), [("publish.yml", {"dist"}), ("tests.yml", {"test", "floor-test"})])
 def test_make_has_the_targets_that_they_call(name: str, targets: set[str]) -> None:
-    called = {target for step in steps(ROOT / ".github/workflows" / name) for target in made(step.get("run", ""))}
+    path = ROOT / ".github/workflows" / name
+    variants = [
+        each for job in jobs(path).values() for each in job.get("strategy", {}).get("matrix", {}).get("include", [])
+    ]
+    scripts = [step.get("run", "") for step in steps(path)] + [each["command"] for each in variants]
+    called = {target for script in scripts if script != "$COMMAND" for target in made(script)}
     assert called == targets
     assert called <= set(re.findall(r"^([\w-]+):", MAKEFILE, re.MULTILINE))
 
