@@ -98,6 +98,7 @@ def test_weights_of_another_kind_are_left_to_pytorch(large: LexLinear) -> None:
         assert not by_onednn(layer, torch.randn(1, 512))
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # PyTorch 2.15, on its kernel
 def test_under_vmap(large: LexLinear) -> None:
     states = torch.randn(4, 3, 512)
     with torch.no_grad():
