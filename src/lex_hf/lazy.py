@@ -49,7 +49,9 @@ class Watcher:
         """Return the spec that another finder has for a module of the packages, with a loader that tells this one."""
         if not any(f"{name}.".startswith(f"{package}.") for package in self._packages):
             return None
-        for finder in sys.meta_path[sys.meta_path.index(self) + 1 :]:
+        finders = list(sys.meta_path)
+        behind = finders.index(self) + 1 if self in finders else 0  # another thread may have taken it away
+        for finder in finders[behind:]:
             spec = finder.find_spec(name, *where)
             if spec is not None:
                 if spec.loader is not None:  # a package without __init__.py has none
