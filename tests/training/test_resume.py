@@ -160,3 +160,16 @@ class TestWeights:
     def test_a_state_that_is_none_is_no_checkpoint(self, copied: Path, content: str) -> None:
         (copied / "checkpoint-3" / "trainer_state.json").write_text(content)
         assert last_checkpoint(copied) == copied / "checkpoint-2"
+
+
+def test_a_state_that_cannot_be_read_says_so(copied: Path) -> None:
+    """As one that NumPy 2 wrote, for NumPy 1: it names what `weights_only` does not know."""
+    checkpoint = last_checkpoint(copied)
+    assert checkpoint is not None
+    torch.save({"python": Path("of another version")}, checkpoint / "rng_state.pth")
+    before = {path: path.stat().st_mtime_ns for path in copied.rglob("*") if path.is_file()}
+    with pytest.raises(
+        ValueError, match=r"checkpoint-\d+ cannot be resumed with NumPy [\d.]+ and PyTorch .* wrote it"
+    ):
+        train_tiny(copied, tiny_lex(), examples(10), resume=True, **STEPS)
+    assert {path: path.stat().st_mtime_ns for path in before} == before

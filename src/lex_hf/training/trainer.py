@@ -6,7 +6,9 @@ import signal
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from accelerate.utils.memory import should_reduce_batch_size
@@ -187,7 +189,13 @@ def _run(trainer: LexTrainer, checkpoint: Path | None) -> None:
     interruption = Interruption(trainer.accelerator)
     trainer.add_callback(interruption)
     # Some packages are imported with the first step.
-    with interruption.listening(), contextlib.suppress(NothingLeft), _available(ImportError), _fitting(trainer.args):
+    with (
+        interruption.listening(),
+        contextlib.suppress(NothingLeft),
+        _available(ImportError),
+        _fitting(trainer.args),
+        _readable(checkpoint),
+    ):
         trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     state = trainer.state
     if interruption.stopped:
@@ -210,6 +218,19 @@ def _fitting(arguments: TrainingArguments) -> Iterator[None]:
             f"Not enough memory for a batch of {arguments.per_device_train_batch_size} examples: set a smaller "
             "per_device_train_batch_size (with more gradient_accumulation_steps; a recipe sees to that), or "
             f"activation_checkpointing. ({str(error).splitlines()[0]})"
+        ) from error
+
+
+@contextlib.contextmanager
+def _readable(checkpoint: Path | None) -> Iterator[None]:
+    """Say why the state of a checkpoint, which holds random numbers of NumPy, cannot be read."""
+    try:
+        yield
+    except UnpicklingError as error:
+        raise ValueError(
+            f"{checkpoint} cannot be resumed with NumPy {version('numpy')} and PyTorch {version('torch')}: its state "
+            "is damaged, or was written with versions whose files these cannot read, as NumPy 1 cannot read those of "
+            "NumPy 2. Resume with the versions that wrote it; its weights can be loaded with any."
         ) from error
 
 
