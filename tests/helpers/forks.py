@@ -189,9 +189,16 @@ class Server:
         output, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         reading, writing = os.pipe()
         request = {"command": words, "environment": env, "folder": str(cwd or Path.cwd())}
-        self._send(request, output.fileno() if stdout is None else stdout, errors.fileno(), writing)
-        os.close(writing)
-        return Forked(words, os.fdopen(reading, "rb", buffering=0), output, errors)
+        status = os.fdopen(reading, "rb", buffering=0)
+        try:
+            self._send(request, output.fileno() if stdout is None else stdout, errors.fileno(), writing)
+        except RuntimeError:
+            for file in (status, output, errors):
+                file.close()
+            raise
+        finally:
+            os.close(writing)
+        return Forked(words, status, output, errors)
 
     def run(
         self,
