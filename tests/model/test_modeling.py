@@ -465,3 +465,13 @@ def test_weights_that_wait_elsewhere_are_fetched_once_for_each_text(monkeypatch:
         calls = [calls_of(module) for module in (layer.self_attn.q_proj, layer.mlp.up_proj)]
         torch.testing.assert_close(offloaded(ids).logits, expected)
     assert calls == [[(1, 40)], [(1, 40)]]
+
+
+def test_training_with_checkpointing_makes_no_cache() -> None:
+    """Layers that are computed again would write to it again."""
+    model, ids = tiny_model(), random_ids(2, 20)
+    enable_checkpointing(model)
+    assert model(ids).past_key_values.get_seq_length() == 20
+    model.train()
+    assert model(ids).past_key_values is None
+    assert model(ids, use_cache=True).past_key_values is None

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lex_hf import LexForCausalLM
 from lex_hf.data.packing import pack
 from lex_hf.training.interruption import TrainingInterrupted
+from lex_hf.training.lex_trainer import collate
 
 
 def _hand_loss(model: LexForCausalLM, data: Dataset) -> float:
@@ -62,6 +63,12 @@ class TestLoss:
         result = train_tiny(tmp_path, model, data, max_steps=1, save_strategy="no", **batch)
         assert result.steps == len(result.losses) == 1
         assert result.train_loss == pytest.approx(expected, abs=1e-5)
+
+    def test_labels_are_what_is_predicted(self) -> None:
+        """Nothing predicts the first token; older versions of Trainer divide by the number of labels."""
+        ids, positions = torch.tensor([5, 6, 7, 8]), torch.tensor([2, 3, 0, 1])
+        assert collate([{"input_ids": ids}, {"input_ids": ids}])["labels"].tolist() == [[-100, 6, 7, 8]] * 2
+        assert collate([{"input_ids": ids, "position_ids": positions}])["labels"].tolist() == [[-100, 6, -100, 8]]
 
     def test_accumulated_gradients_are_those_of_the_whole_batch(self, tmp_path: Path) -> None:
         # 10 examples: the second step of each epoch accumulates fewer batches.
