@@ -362,9 +362,8 @@ class LexCacheLayer(CacheLayerMixin):
         block, begin = self.block or keys.shape[2], self.pattern.sinks
         surplus = (keys.shape[2] - ROLLBACK - (self.slots or 2 * block)) // block * block
         if surplus > 0:
-            keys, values = (
-                torch.cat((states[:, :, :begin], states[:, :, begin + surplus :]), dim=2) for states in (keys, values)
-            )
+            # What lands in the slots of sinks is none: those are kept apart, and placed anew by `_store_pair`.
+            keys, values = keys[:, :, surplus:].clone(), values[:, :, surplus:].clone()
             keys[:, :, begin : begin + block] = scaled(keys[:, :, begin : begin + block], decay)
         self.past = keys, values, decay
 

@@ -1,4 +1,4 @@
-"""What older versions of transformers and PyTorch lack or do otherwise. No other file asks for what a version has."""
+"""What older versions of transformers and PyTorch lack or do otherwise, as far as models and caches are concerned."""
 
 import inspect
 from functools import cache
