@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def required(requirements: list[str], extra: str = "") -> dict[str, Distribution]:
+def required(requirements: list[str]) -> dict[str, Distribution]:
     """Return the distributions that some requirements bring, with all that these bring, by name."""
     found: dict[str, Distribution] = {}
     waiting = [Requirement(each) for each in requirements]
