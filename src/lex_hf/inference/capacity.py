@@ -26,16 +26,19 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 HOW_IT_IS_COUNTED = (
     f"Weights and rows take {SHARE:.0%} of the memory; the rest is for activations and workspaces. A step writes one "
-    "token in each row; it reads all weights once (of a mixture of experts, those of all; of embeddings that are not "
-    "the head as well, nothing) and the cache of each row once. That bounds tokens per second from above: arithmetic, "
-    "kernels' overhead and the reading of prompts are not counted."
+    "token in each row. It reads once the cache of each row and all weights, also those of experts that no token "
+    "chose, and of parts for images or sound; of embeddings that are not the head as well, it reads next to nothing. "
+    "Tokens per second are an upper bound: arithmetic, overhead of kernels and the reading of prompts are not counted."
 )
 
 _READ = 3  # tokens that a model reads without storage
-_WINDOWS = cache_classes("DynamicSlidingWindowLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
-_COUNTED = (
-    *_WINDOWS,
-    *cache_classes("DynamicLayer", "LinearAttentionAndFullAttentionLayer", "LinearAttentionLayer", "DummyLayer"),
+_DUMMY = cache_classes("DummyLayer")  # of a layer that attends to what another one keeps, or to nothing
+_COUNTED = cache_classes(
+    "DynamicLayer",
+    "DynamicSlidingWindowLayer",
+    "LinearAttentionLayer",
+    "LinearAttentionAndFullAttentionLayer",
+    "LinearAttentionAndSlidingWindowAttentionLayer",
 )
 
 
@@ -63,7 +66,7 @@ class Capacity:
     is_lex: bool
     attention: str | None  # patterns of the layers if some read in blocks, else `None`
     blocks: tuple[Rows, ...]  # with blocks or windows; empty if no layer has them
-    full: tuple[Rows, ...]  # the same model with full attention, or as transformers has it, at each of `LENGTHS`
+    full: tuple[Rows, ...]  # the same model with full attention, or as transformers has it, at each length
 
     @property
     def weights_fit(self) -> bool:
@@ -112,6 +115,7 @@ def capacity(
     dtype: str | torch.dtype | None = None,
     blockwise: int | Literal["auto"] | None = None,
     sinks: int = 0,
+    lengths: Sequence[int] = LENGTHS,
     trust_remote_code: bool = False,
 ) -> Capacity:
     """Compute how many rows a device holds and the tokens per second that its bandwidth allows; no weights are needed.
@@ -126,6 +130,7 @@ def capacity(
             `"auto"` takes it from the configuration. Whether the model can is found out only when it is loaded, see
             [`lex_hf.blockwise`].
         sinks: Tokens at the start of a text that a model that reads in blocks sees from everywhere.
+        lengths: Tokens of a text in each row, at which caches that grow are counted.
         trust_remote_code: Whether code that comes with the model may run.
 
     Raises:
@@ -140,6 +145,8 @@ def capacity(
         (201326592, 1610612736)
     """
     _check(config, device_memory, bandwidth, blockwise, sinks)
+    if not all(isinstance(tokens, int) and tokens >= 1 for tokens in lengths):
+        raise ValueError(f"lengths = {lengths}: each must be a number of tokens, at least 1.")
     kind = _dtype(config, dtype)
     model = _without_storage(config, kind, trust_remote_code)
     if config.model_type == "lex":
@@ -167,8 +174,8 @@ def capacity(
         bandwidth=bandwidth,
         is_lex=config.model_type == "lex",
         attention=attention,
-        blocks=tuple(rows(blocks, tokens) for tokens in (LENGTHS if grows else (None,))) if blocks else (),
-        full=tuple(rows(full, tokens) for tokens in LENGTHS),
+        blocks=tuple(rows(blocks, tokens) for tokens in (lengths if grows else (None,))) if blocks else (),
+        full=tuple(rows(full, tokens) for tokens in lengths),
     )
 
 
@@ -212,11 +219,11 @@ def _without_storage(config: Any, dtype: torch.dtype, trust_remote_code: bool) -
         raise ValueError(
             f"The configuration is a {type(config).__name__}, and transformers has no causal language model for it."
         )
+    # Eager attention is everywhere; the configuration may name one that is not here, or that of another model.
+    options = {"dtype": dtype, "trust_remote_code": trust_remote_code, "attn_implementation": "eager"}
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code
-            )
+            model = AutoModelForCausalLM.from_config(copy.deepcopy(config), **options)
     except Exception as error:  # impossible sizes make any model raise anything
         raise ValueError(f"A model of this configuration cannot be made: {plain(error)}") from error
     return model.eval()
@@ -238,11 +245,12 @@ def _layers(model: PreTrainedModel) -> list[LayerBytes]:
     Raises:
         ValueError: If it does not read without storage, or keeps something else than is counted here.
     """
-    cache = _read(model)
-    unknown = sorted({type(layer).__name__ for layer in cache.layers} - {kind.__name__ for kind in _COUNTED})
-    layers = [] if unknown else [_layer(layer) for layer in cache.layers]
-    if not any(layer.at(1) for layer in layers):
-        what = f"keeps its past in a {unknown[0]}" if unknown else "keeps nothing in a DynamicCache"
+    found = _read(model).layers
+    unknown = sorted({type(layer).__name__ for layer in found if type(layer) not in (*_COUNTED, *_DUMMY)})
+    layers = [] if unknown else [_layer(layer) for layer in found]
+    unused = [index for index, layer in enumerate(layers) if not layer.at(1) and type(found[index]) not in _DUMMY]
+    if unknown or unused or not layers:
+        what = f"keeps its past in a {unknown[0]}" if unknown else f"keeps nothing in layers {unused} of its cache"
         raise ValueError(f"The cache of {type(model).__name__} cannot be counted: the model {what}.")
     return layers
 
@@ -277,7 +285,7 @@ def _layer(layer: Any) -> LayerBytes:
     known = {id(each) for each in pair}
     fixed = sum(each.nbytes for each in _tensors(layer) if id(each) not in known)
     token = sum(each.nbytes // each.shape[2] for each in pair)
-    return LayerBytes(fixed, token, layer.sliding_window if pair and isinstance(layer, _WINDOWS) else None)
+    return LayerBytes(fixed, token, getattr(layer, "sliding_window", None) if pair else None)
 
 
 def _tensors(layer: Any) -> Iterator[torch.Tensor]:
