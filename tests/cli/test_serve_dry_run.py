@@ -67,6 +67,22 @@ def test_the_figures_are_those_of_capacity(arguments: list[str], config: Any, op
     assert list(Path(arguments[0]).glob("*.safetensors")) == []
 
 
+def test_readme_shows_what_is_printed() -> None:
+    """README's example, whose models are described there."""
+    LexConfig().save_pretrained("gpt-medium")
+    sizes = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
+    LlamaConfig(**sizes, **HALF, max_position_embeddings=8192).save_pretrained("llama-8b")
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    calls = [part.split("```")[0] for part in readme.split("$ lex-hf serve ") if "--dry-run" in part.split("\n")[0]]
+    assert len(calls) == 2
+    for each in calls:
+        call, *lines = each.strip().split("\n")
+        shown = [line.strip() for line in lex("serve", *call.split()).stdout.split("\n")]
+        begin = shown.index(lines[0].strip())
+        assert shown[begin : begin + len(lines)] == [line.strip() for line in lines]
+        assert len(lines) == 6
+
+
 def test_the_table_shows_every_row_and_what_counts() -> None:
     found = figures("lex", *DEVICE)
     shown = " ".join(lex("serve", "lex", "--dry-run", *DEVICE).stdout.split())

@@ -144,9 +144,8 @@ def capacity(
         >>> found.blocks[0].row_bytes, found.full[0].row_bytes
         (201326592, 1610612736)
     """
-    _check(config, device_memory, bandwidth, blockwise, sinks)
-    if not all(isinstance(tokens, int) and tokens >= 1 for tokens in lengths):
-        raise ValueError(f"lengths = {lengths}: each must be a number of tokens, at least 1.")
+    _check_numbers(device_memory, bandwidth, lengths)
+    _check_kind(config, blockwise, sinks)
     kind = _dtype(config, dtype)
     model = _without_storage(config, kind, trust_remote_code)
     if config.model_type == "lex":
@@ -179,10 +178,15 @@ def capacity(
     )
 
 
-def _check(config: Any, device_memory: int, bandwidth: float, blockwise: Any, sinks: int) -> None:
+def _check_numbers(device_memory: int, bandwidth: float, lengths: Sequence[int]) -> None:
     for name, value in (("device_memory", device_memory), ("bandwidth", bandwidth)):
         if not 0 < value < float("inf"):
             raise ValueError(f"{name} = {value}: it must be a positive number of bytes.")
+    if not all(isinstance(tokens, int) and tokens >= 1 for tokens in lengths):
+        raise ValueError(f"lengths = {lengths}: each must be a number of tokens, at least 1.")
+
+
+def _check_kind(config: Any, blockwise: Any, sinks: int) -> None:
     if sinks and blockwise is None:
         raise ValueError(f"sinks = {sinks}: only a model that reads in blocks has sinks; give blockwise as well.")
     if blockwise is not None and config.model_type == "lex":
