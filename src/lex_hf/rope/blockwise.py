@@ -70,7 +70,7 @@ def blockwise(
     _check_kind(model)
     config = model.config.get_text_config()
     length = training_length_of(config, training_length)
-    pattern = _pattern(length, sinks)
+    pattern = pattern_of(length, sinks)
     function = ModelFunction(config._attn_implementation)
     with _refused(model, "reading a few tokens through transformers' attention interface failed"):
         seen = probe.examine(model, function.of)
@@ -235,8 +235,8 @@ def training_length_of(config: Any, given: int | None = None) -> int:
     return length
 
 
-def _pattern(length: int, sinks: int) -> BlockwisePattern:
-    """Return the attention pattern of a training length.
+def pattern_of(length: int, sinks: int) -> BlockwisePattern:
+    """Return the attention pattern of a training length in tokens, with so many sinks.
 
     Raises:
         ValueError: If there are as many sinks as tokens in a block, or the number is impossible.
