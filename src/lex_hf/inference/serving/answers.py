@@ -104,6 +104,7 @@ class Answer:
         finish_reason: `"stop"`, `"length"` or `"tool_calls"`, once it has ended well.
         error: Why it has ended otherwise.
         has_left: Whether it was still being written when the client went.
+        status: HTTP status of an answer that failed.
         times: When each token was written.
     """
 
@@ -114,6 +115,7 @@ class Answer:
         self.finish_reason: str | None = None
         self.error: str | None = None
         self.has_left = False
+        self.status = 500
         self.times: Sequence[float] = ()
         self._text, self._ends, self._parser, self._cancel = text, ends, parser, cancel
         self._taken = 0
@@ -183,7 +185,9 @@ class Answer:
             if items:
                 yield items
             if self.error is not None:
-                raise RefusedError(500, f"The answer could not be completed: {self.error}", "generation_failed")
+                raise RefusedError(
+                    self.status, f"The answer could not be completed: {self.error}", "generation_failed"
+                )
             if ended:
                 return
             if not items:

@@ -6,9 +6,10 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cli.serving.server import build_server
 
@@ -145,15 +146,12 @@ def _add_errors(app: FastAPI) -> None:
         message = "The body must be a JSON object, sent with Content-Type: application/json."
         return JSONResponse(RefusedError(400, message).body(), 400)
 
-    @app.exception_handler(404)
-    @app.exception_handler(405)
-    async def absent(request: Request, error: HTTPException) -> JSONResponse:
-        message = (
-            f"There is no {request.method} {request.url.path} here. There are: POST /v1/chat/completions, POST "
-            "/v1/completions, GET /v1/models, GET /health, GET /metrics."
-        )
-        return JSONResponse(RefusedError(error.status_code, message).body(), error.status_code)
-
     @app.exception_handler(HTTPException)
     async def failed(request: Request, error: HTTPException) -> JSONResponse:
-        return JSONResponse(RefusedError(error.status_code, str(error.detail)).body(), error.status_code)
+        message = str(error.detail)
+        if error.status_code in (404, 405):
+            message = (
+                f"There is no {request.method} {request.url.path} here. There are: POST /v1/chat/completions, POST "
+                "/v1/completions, GET /v1/models, GET /health, GET /metrics."
+            )
+        return JSONResponse(RefusedError(error.status_code, message).body(), error.status_code, error.headers)

@@ -103,6 +103,8 @@ class Engine:
         answer = Answer(name, text, ends, thoughts, len(ids), lambda: self.manager.cancel_request(name))
 
         def take(output: Any) -> None:
+            if visit.is_last or self.trouble() is not None:
+                answer.status = 503  # it is not this request that fails
             answer.take(output)
             if answer.has_ended:
                 visit.release()

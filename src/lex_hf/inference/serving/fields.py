@@ -50,6 +50,7 @@ _HONOURED = {
 }
 _OF_MESSAGES = {"role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id"}
 _OF_CHAT = {"chat_template_kwargs", "max_completion_tokens", "messages", "tool_choice", "tools"}
+KNOWN = _HONOURED | _OF_CHAT | _LABELS | set(_REFUSED)
 # Of a GenerationConfig, which `transformers chat` sends: its numbers with least and most, and what changes nothing.
 _NUMBERS: dict[str, tuple[float, float]] = {
     "temperature": (COOLEST, 100),

@@ -48,6 +48,11 @@ class Visit:
         self._has_place, self._has_ended = True, False
         visits.open += 1
 
+    @property
+    def is_last(self) -> bool:
+        """True if no further ones are taken."""
+        return self._visits.is_stopping
+
     def expects(self, answer: Answer) -> None:
         """Note the answer, from any thread; it ends with this visit."""
         with self._lock:
