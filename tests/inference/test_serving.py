@@ -15,6 +15,7 @@ from helpers.rope_models import rope_model
 from helpers.serving import (
     CHAT,
     COMPLETIONS,
+    NAME,
     Running,
     alone,
     app_of,
