@@ -1,6 +1,8 @@
 """Arguments and options that several commands share."""
 
+import json
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,6 +53,34 @@ def blocks(text: str | None, sinks: int) -> dict[str, Any]:
     if not text.isdecimal():
         raise ValueError(f"--blockwise {text}: it must be 'auto' or a number of tokens, e.g. 2048.")
     return {"blockwise": int(text), "sinks": sinks}
+
+
+def size(text: str, option: str) -> int:
+    """Read a number of bytes, e.g. `2GiB`, `500MB` or `0`.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?(?:([KMGT])(i)?)?B?", text.strip(), re.IGNORECASE | re.ASCII)
+    if found is None:
+        raise ValueError(f"{option} {text}: it must be a number of bytes, e.g. 2GiB or 500MB.")
+    power = " kmgt".index((found[2] or " ").lower())
+    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+
+
+def json_object(text: str | None, option: str) -> dict[str, Any]:
+    """Read an object of JSON; none is an empty one.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        value = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} {text}: it must be an object of JSON, e.g. '{{\"enable_thinking\": false}}'.")
+    return value
 
 
 Model = Annotated[str, typer.Argument(help="Folder or Hub id of a model with its tokenizer.")]
