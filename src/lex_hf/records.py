@@ -6,6 +6,7 @@ import json
 import math
 import os
 import platform
+import secrets
 import shutil
 import sys
 import tempfile
@@ -82,7 +83,8 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     if target.exists() and not target.is_file():
         yield target
         return
-    partial = target.with_name(f".{target.name[:200]}.{os.getpid()}.partial")
+    # On file systems that machines share, others have processes of the same number.
+    partial = target.with_name(f".{target.name[:200]}.{os.getpid()}-{secrets.token_hex(4)}.partial")
     try:
         yield partial
         partial.replace(target)

@@ -263,8 +263,8 @@ def test_metrics(model: Any) -> None:
         0,
         0,
     )
-    # "abcd" goes on from "abc".
-    assert found["lex_hf_prompt_tokens_total", ""] == 4
+    # Of "abc" all but the last token is kept, from which "abcd" goes on.
+    assert found["lex_hf_prompt_tokens_total", ""] == 5
     assert found["lex_hf_generated_tokens_total", ""] == counts["tokens_written"] >= 6
     assert found["lex_hf_session_bytes", ""] == counts["session_bytes"] > 0
     assert found["lex_hf_time_to_first_token_seconds_count", ""] == 2

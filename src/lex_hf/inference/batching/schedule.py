@@ -1,5 +1,6 @@
 """Which request gets on when: prompts are read in pieces, between steps that give every running request a token."""
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +27,7 @@ class Schedule:
         reads_all: Whether to read all prompts for which there are rows before the next step instead.
         step: What computes a step; the model itself, or a compiled form of it.
         sizes: Numbers of rows for which a step is compiled, ascending; empty if it is not.
-        sessions: What finished requests leave behind, for prompts that go on from there.
+        sessions: What prompts and finished requests leave behind, for prompts that go on from there.
         deliver: What takes results.
 
     Attributes:
@@ -132,15 +133,21 @@ class Schedule:
         prompt = request.prompt
         if prompt.logits is not None:
             return 0
-        ids = torch.tensor([prompt.ids[prompt.read : prompt.read + most]], device=self.model.device)
-        is_last = prompt.read + ids.shape[1] == len(prompt.ids)
+        end = min(prompt.read + most, len(prompt.ids))
+        if self.sessions.max_bytes and prompt.read < len(prompt.ids) - 1 and end == len(prompt.ids):
+            end -= 1  # what is kept ends before the last token: whoever goes on from it needs the logits of that one
+        is_last = end == len(prompt.ids)
+        ids = torch.tensor([prompt.ids[prompt.read : end]], device=self.model.device)
         if is_last:
             output = self.model(ids, past_key_values=prompt.cache, use_cache=True, **self._keeps_logits)
             prompt.logits = output.logits[:, -1].clone()
         else:
             self.model.base_model(ids, past_key_values=prompt.cache, use_cache=True)
-        prompt.read += ids.shape[1]
+        prompt.read = end
         self.tokens_read += ids.shape[1]
+        if self.sessions.max_bytes and end == len(prompt.ids) - 1:
+            # Now, and not when the answer has ended: if this process dies before, another one goes on from here.
+            self.sessions.keep(prompt.ids[:-1], copy.deepcopy(prompt.cache), self.model)
         return ids.shape[1]
 
     def _join(self, request: Request) -> None:
@@ -160,14 +167,12 @@ class Schedule:
         self._announce(request)
 
     def _release(self, request: Request) -> None:
-        """Note that a request needs the cache of its prompt no longer; the last one hands it on."""
+        """Note that a request needs the cache of its prompt no longer; after the last one, the next prompt gets it."""
         prompt = request.prompt
         prompt.waiting -= 1
         if prompt.waiting or prompt.cache is None:
             return
         cache, prompt.cache = prompt.cache, None
-        if prompt.logits is not None and self.sessions.keep(prompt.ids, cache, self.model):
-            return
         if all(isinstance(layer.lengths, int) for layer in cache.layers):  # of a session that went on, it is a ring
             cache.reset()
             self._spare = cache

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import threading
+import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -23,6 +24,9 @@ from transformers.cache_utils import Cache
 from lex_hf.inference.cache_files import identity_of, load_cache, save_cache
 
 logger = logging.getLogger(__name__)
+
+_PENDING = 16  # caches that may wait to be written: a disk that is too slow must not fill the memory
+_LEFT = 3600.0  # seconds after which a file that is still half-written was left by a process that died
 
 Key = tuple[int, str]
 """Number of tokens of a text, and a hash of their ids."""
@@ -111,7 +115,8 @@ class MemorySessions(Sessions):
 class FileSessions(Sessions):
     """Caches as files, which other processes of the same model may share.
 
-    A cache that another model wrote is not used; one that vanishes while it is read, or is damaged, is read again as
+    A file appears under its name when it is whole, and not before, so that processes may come, go and be killed. A
+    cache that another model wrote is not used; one that vanishes while it is read, or is damaged, is read again as
     text.
 
     Args:
@@ -127,10 +132,11 @@ class FileSessions(Sessions):
         self._owner = json.dumps(self._identity, sort_keys=True).encode()
         # Files are written beside the generation, in their order.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="lex-hf-sessions")
+        self._room = threading.Semaphore(_PENDING)
 
     def keep(self, ids: Sequence[int], cache: Cache, model: PreTrainedModel) -> bool:
         """Keep the cache of a text; see [`Sessions.keep`]."""
-        if _nbytes(cache) > self.max_bytes:
+        if _nbytes(cache) > self.max_bytes or not self._room.acquire(blocking=False):
             return False
         (key,) = _keys(ids, [len(ids)], self._owner)
         self._writer.submit(self._write, key, cache, model)
@@ -142,10 +148,16 @@ class FileSessions(Sessions):
             self._shrink()
         except Exception:  # a full disk must not end requests
             logger.exception("A session could not be kept in %s; its text will be read again.", self.folder)
+        finally:
+            self._room.release()
 
     def _shrink(self) -> None:
-        """Delete the least recently used files beyond the bytes that may be kept."""
+        """Delete the least recently used files beyond the bytes that may be kept, and what the dead left."""
         files = []
+        for path in self.folder.glob(".*.safetensors.*.partial"):
+            with contextlib.suppress(FileNotFoundError):
+                if path.stat().st_mtime < time.time() - _LEFT:
+                    path.unlink()
         for key in self._known():
             with contextlib.suppress(FileNotFoundError):
                 state = self._path(key).stat()
