@@ -198,7 +198,7 @@ class TestCommand:
 
     def test_what_cannot_be_served(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         answering()
-        monkeypatch.setattr(entry, "_check", lambda *_: None)
+        monkeypatch.setattr(entry, "check_serving", lambda *_: None)
         assert "Could not load a tokenizer" in self.said(folder / "absent")
         assert "--sinks 4: only a model that reads in blocks has sinks" in self.said(folder, "--sinks", "4")
         assert "--max-body-bytes none: it must be a number of bytes" in self.said(folder, "--max-body-bytes", "none")

@@ -28,6 +28,41 @@ def serve(
     *,
     host: str = "localhost",
     port: int = 8000,
+    grace: float = 30.0,
+    log_level: str = "info",
+    **options: Any,
+) -> None:
+    """Serve a model with an API like OpenAI's, until the process is told to stop.
+
+    Chat, completions, both with streaming, the list of models, which holds this one, health, and metrics.
+    `transformers chat MODEL http://HOST:PORT` and OpenAI's clients talk to it. Requests run at once, in the rows of
+    one batch, and each gets the answer that it would get alone.
+
+    Args:
+        model: As for [`load_app`].
+        host: Address to listen on.
+        port: Port to listen on.
+        grace: Seconds in which running requests may finish when the server is told to stop.
+        log_level: Level of the log of HTTP requests.
+        options: Those of [`load_app`].
+
+    Raises:
+        ImportError: If the packages of the extra `serve` are not installed, or transformers is too old; the message
+            says how to get them.
+        ValueError: If a limit is impossible, or the model is missing, lacks weights, or cannot be served.
+    """
+    check_grace(grace)
+    app = load_app(model, host=host, **options)
+    # Here, and not above: its packages may be missing.
+    from lex_hf.inference.serving.server import run
+
+    run(app, host, port, grace, log_level)
+
+
+def load_app(
+    model: str,
+    *,
+    host: str = "localhost",
     blockwise: int | Literal["auto"] | None = None,
     sinks: int = 0,
     device: str | None = None,
@@ -47,20 +82,14 @@ def serve(
     allowed_hosts: Collection[str] = (),
     enable_cors: bool = False,
     chat_template_kwargs: Mapping[str, Any] | None = None,
-    grace: float = 30.0,
-    log_level: str = "info",
-) -> None:
-    """Serve a model with an API like OpenAI's, until the process is told to stop.
-
-    Chat, completions, both with streaming, the list of models, which holds this one, health, and metrics.
-    `transformers chat MODEL http://HOST:PORT` and OpenAI's clients talk to it. Requests run at once, in the rows of
-    one batch, and each gets the answer that it would get alone.
+    labels: Mapping[str, str] | None = None,
+) -> Any:
+    """Load a model, and make the app of its server; see [`lex_hf.inference.serving.app.build_app`].
 
     Args:
         model: Folder or Hub id of a causal language model with its tokenizer, LEX or with rotary positions and
             `blockwise`; `id@revision` names a revision. Chat needs a tokenizer with a chat template.
-        host: Address to listen on.
-        port: Port to listen on.
+        host: Address that the server will listen on, by whose name it may be called.
         blockwise: Training length with which a model with rotary positions reads in blocks, in tokens; `"auto"` takes
             it from the configuration. See [`lex_hf.blockwise`].
         sinks: Tokens at the start of a text that a model that reads in blocks sees from everywhere.
@@ -85,15 +114,17 @@ def serve(
             addresses, the name of the machine; `*` for any.
         enable_cors: Whether pages of any origin may use the server from a browser.
         chat_template_kwargs: Variables of the chat template, which requests may override.
-        grace: Seconds in which running requests may finish when the server is told to stop.
-        log_level: Level of the log of HTTP requests.
+        labels: Labels of its metrics, which tell several servers apart.
+
+    Returns:
+        The app, whose batch runs.
 
     Raises:
         ImportError: If the packages of the extra `serve` are not installed, or transformers is too old; the message
             says how to get them.
         ValueError: If a limit is impossible, or the model is missing, lacks weights, or cannot be served.
     """
-    _check(model, grace)
+    check_serving(model)
     given = {
         "max_waiting": max_waiting,
         "max_body_bytes": max_body_bytes,
@@ -131,7 +162,6 @@ def serve(
         )
     # Here, and not above: their packages may be missing.
     from lex_hf.inference.serving.app import build_app
-    from lex_hf.inference.serving.server import run
 
     app = build_app(
         model,
@@ -141,17 +171,31 @@ def serve(
         limits,
         chat_template_kwargs=chat_template_kwargs,
         enable_cors=enable_cors,
+        labels=labels,
     )
     logger.warning("%d requests at once; %.1f MiB a row.", manager.rows.size, manager.rows.row_bytes / 2**20)
-    run(app, host, port, grace, log_level)
+    return app
 
 
-def _check(model: str, grace: float) -> None:
-    """Refuse what cannot work, before anything is loaded."""
-    if model.startswith("-"):
-        raise ValueError(f"{model} is an option, not a MODEL: give lex-hf serve MODEL, and then the options.")
+def check_grace(grace: float) -> None:
+    """Refuse what is no number of seconds.
+
+    Raises:
+        ValueError: If it is none.
+    """
     if not 0 <= grace < float("inf"):
         raise ValueError(f"grace = {grace}: it must be a number of seconds, at least 0.")
+
+
+def check_serving(model: str) -> None:
+    """Refuse what cannot work, before anything is loaded.
+
+    Raises:
+        ImportError: If packages are missing.
+        ValueError: If the model is an option.
+    """
+    if model.startswith("-"):
+        raise ValueError(f"{model} is an option, not a MODEL: give lex-hf serve MODEL, and then the options.")
     if not is_serve_available():
         raise ImportError("Serving needs more packages: pip install 'lex-hf[serve]'")
     try:

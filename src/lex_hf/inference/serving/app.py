@@ -71,6 +71,7 @@ def build_app(
     *,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     enable_cors: bool = False,
+    labels: Mapping[str, str] | None = None,
 ) -> FastAPI:
     """Make the app of a server: chat, completions, the model, health and metrics.
 
@@ -82,6 +83,7 @@ def build_app(
         limits: Limits of the server.
         chat_template_kwargs: Variables of the chat template, which requests may override.
         enable_cors: Whether pages of any origin may use the server from a browser.
+        labels: Labels of all metrics, which tell several servers apart.
 
     Returns:
         The app. `app.state.engine` and `app.state.visits` are what runs in it.
@@ -92,7 +94,7 @@ def build_app(
     if manager.model is not model:
         raise ValueError("The manager generates with another model: make it with model.init_continuous_batching().")
     limits = ServingLimits() if limits is None else limits
-    engine, metrics = Engine(manager, tokenizer, limits), Metrics()
+    engine, metrics = Engine(manager, tokenizer, limits), Metrics(labels)
     visits = Visits(manager.counts()["rows"] + limits.max_waiting, metrics)
     only = OneModel(model_id, engine)
     handlers = {

@@ -1,5 +1,6 @@
 """Figures of a server in the text format of Prometheus."""
 
+import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,9 +54,14 @@ class Histogram:
 
 
 class Metrics:
-    """What a server counts itself; the rest the manager counts."""
+    """What a server counts itself; the rest the manager counts.
 
-    def __init__(self) -> None:
+    Args:
+        labels: Labels of all figures, which tell several servers apart.
+    """
+
+    def __init__(self, labels: Mapping[str, str] | None = None) -> None:
+        self._labels = ",".join(f"{name}={json.dumps(text)}" for name, text in (labels or {}).items())
         self.outcomes: Counter[str] = Counter()
         self.first = Histogram("lex_hf_time_to_first_token_seconds", "From a request to its first token.", _FIRST)
         self.each = Histogram("lex_hf_time_per_token_seconds", "Between two tokens of an answer.", _EACH)
@@ -80,7 +86,16 @@ class Metrics:
         lines += [f'lex_hf_requests_total{{outcome="{name}"}} {self.outcomes[name]}' for name in OUTCOMES]
         for key, (name, kind, text) in _COUNTS.items():
             lines += [*_head(f"lex_hf_{name}", kind, text), f"lex_hf_{name} {counts[key]}"]
-        return "\n".join([*lines, *self.first.lines(), *self.each.lines(), ""])
+        lines += [*self.first.lines(), *self.each.lines()]
+        return "\n".join([*map(self._labelled, lines), ""])
+
+    def _labelled(self, line: str) -> str:
+        """Return a line with the labels of this server before its own."""
+        if not self._labels or line.startswith("#"):
+            return line
+        name, value = line.rsplit(" ", 1)
+        name, _, own = name.removesuffix("}").partition("{")
+        return f"{name}{{{','.join(filter(None, (self._labels, own)))}}} {value}"
 
 
 def _head(name: str, kind: str, text: str) -> tuple[str, str]:
