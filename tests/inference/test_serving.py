@@ -19,6 +19,7 @@ from helpers.serving import (
     Running,
     alone,
     app_of,
+    chat_tokenizer,
     letter_model,
     needs_server,
     running,
@@ -287,15 +288,34 @@ def test_health_when_generation_has_failed(model: Any, monkeypatch: pytest.Monke
         assert server.ask("/metrics")[0] == 200
 
 
+def test_a_text_that_cannot_be_decoded(model: Any) -> None:
+    tokenizer = chat_tokenizer()
+    with running(app_of(model, tokenizer=tokenizer)) as server:
+        tokenizer.decode = None  # as broken as can be
+        status, answer = server.ask(COMPLETIONS, {"prompt": "abc", "max_tokens": 5, "stop": "x"})
+        assert status == 500
+        assert "not callable" in answer["error"]["message"]
+        with server.open(COMPLETIONS, {"prompt": "abc", "max_tokens": LONG, "stream": True}) as response:
+            assert "not callable" in response.read().decode()
+        wait_for(lambda: idle(server))
+        assert server.ask("/health")[0] == 200
+
+
+def test_pages_of_any_origin_if_that_is_asked_for(model: Any) -> None:
+    page = {"Origin": "http://page.example"}
+    with running(app_of(model, enable_cors=True)) as server, server.open("/v1/models", **page) as response:
+        assert response.headers["access-control-allow-origin"]
+
+
 class TestStop:
     def stopping(self, server: Running) -> None:
         server.server.handle_exit(signal.SIGTERM, None)
         wait_for(lambda: server.app.state.visits.is_stopping)
 
     def test_what_runs_is_finished(self, model: Any) -> None:
-        expected = alone(model, "abc", 600)
+        expected = alone(model, "abc", 300)
         with running(app_of(model)) as server, ThreadPoolExecutor(1) as threads:
-            answer = threads.submit(server.ask, COMPLETIONS, {"prompt": "abc", "max_tokens": 600})
+            answer = threads.submit(server.ask, COMPLETIONS, {"prompt": "abc", "max_tokens": 300})
             wait_for(lambda: server.counts["running"] == 1)
             self.stopping(server)
             status, refused = server.ask(COMPLETIONS, {"prompt": "abc"})

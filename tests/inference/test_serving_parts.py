@@ -1,5 +1,7 @@
 """What a server is made of, without one: texts that come token by token, limits, figures, and the command."""
 
+import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,8 @@ from helpers.serving import answering, letter_model
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.utils.chat_parsing import ResponseParser
 from typer.testing import CliRunner
 
 from lex_hf.cli import options
@@ -81,6 +85,59 @@ class TestText:
         for _ in range(300):
             decoded.feed([ord("a")])
         assert max(sizes) <= 2
+
+
+THINKS = {
+    "start_anchor": "assistant: ",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open": "<call>",
+            "close": "</call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<end>", "content": "text"},
+    },
+}
+
+
+class TestAnswer:
+    """Thoughts, text and calls of tools, as a response template tells them apart."""
+
+    def written(self, text: str, step: int, **settings: Any) -> Any:
+        """An answer to which the tokens of a text came, so many at once."""
+        parser = ResponseParser(THINKS, prefix="assistant: ")
+        ids, cancelled = TOKENIZER(text)["input_ids"], []
+        decoded = answering().Text(TOKENIZER, settings.get("stops", ()), skip_special_tokens=False)
+        answer = answering().Answer("name", decoded, [], parser, 3, lambda: cancelled.append(True))
+        for end in [*range(step, len(ids), step), len(ids)]:
+            status = RequestStatus.FINISHED if end == len(ids) else RequestStatus.DECODING
+            answer.take(GenerationOutput("name", generated_tokens=ids[:end], status=status))
+        return answer
+
+    def items(self, answer: Any) -> list[Any]:
+        async def collect() -> list[Any]:
+            return [item async for items in answer.pieces() for item in items]
+
+        return asyncio.run(collect())
+
+    @pytest.mark.parametrize("step", [1, 3, 1000])
+    def test_is_told_apart(self, step: int) -> None:
+        call = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
+        answer = self.written(f"<think>Well.</think>Let me see.{call}", step)
+        thought, text, tool = self.items(answer)
+        assert (thought, text) == ("Well.", "Let me see.")
+        assert (type(thought).__name__, type(text)) == ("ReasoningText", str)
+        assert (tool.name, json.loads(tool.arguments)) == ("add", {"a": 1})
+        assert answer.finish_reason == "tool_calls"
+
+    def test_ends_within_a_call(self) -> None:
+        answer = self.written('<call>{"name": "add"', 2)
+        assert self.items(answer) == []
+        assert answer.finish_reason == "length"
 
 
 class TestHistogram:

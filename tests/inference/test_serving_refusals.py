@@ -127,6 +127,16 @@ class TestRefusals:
         assert status == 400
         assert words in answer["error"]["message"]
 
+    def test_what_a_page_of_another_origin_could_send(self, server: Running) -> None:
+        """Browsers ask for permission, which is not given, before they send JSON as what it is."""
+        for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+            status, answer = server.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, Content_Type=kind)
+            assert status == 400
+            assert "sent with Content-Type: application/json" in answer["error"]["message"]
+        with server.open(COMPLETIONS, method="OPTIONS", Origin="http://evil.example") as response:
+            assert response.status == 405
+            assert "access-control-allow-origin" not in response.headers
+
     def test_what_asks_for_nothing_is_taken(self, server: Running) -> None:
         body = {"n": 1, "logprobs": None, "best_of": 1, "echo": False, "user": "me", "stop": None, "suffix": None}
         assert server.ask(COMPLETIONS, body | {"prompt": "a", "max_tokens": 1})[0] == 200
