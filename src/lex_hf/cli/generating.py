@@ -17,6 +17,7 @@ from lex_hf.cli.options import (
     Pattern,
     Sinks,
     Trust,
+    Weights,
     finite,
     typed,
 )
@@ -36,6 +37,7 @@ def generate(
     sinks: Sinks = 0,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = None,
     trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -47,7 +49,9 @@ def generate(
     from lex_hf.inference.generation import continue_text, encode_prompt
 
     with session(as_json):
-        loading = options.loading(device, dtype, trust_remote_code, blockwise, sinks)
+        loading = options.loading(device, dtype, trust_remote_code, blockwise, sinks) | options.packing(
+            weights, device
+        )
         beginning = _standard_input() if prompt == "-" else typed(prompt, "PROMPT")
         network, tokenizer = load_for_evaluation(model, **loading, **of_pattern(attention_pattern))
         inputs = encode_prompt(beginning, network, tokenizer)
@@ -76,6 +80,7 @@ def serve(
     device_memory: capacity.DeviceMemory = None,
     bandwidth: capacity.Bandwidth = None,
     as_json: Json = False,
+    weights: Weights = None,
 ) -> None:
     """Serve a model over HTTP, for `transformers chat` and OpenAI's clients; Ctrl-C ends it.
 
@@ -89,7 +94,15 @@ def serve(
     from lex_hf.inference import serve as server
 
     with session():
-        server.serve(model, host=host, port=port, **options.blocks(blockwise, sinks), options=context.args)
+        packed = options.packing(weights).get("quantization_config")
+        server.serve(
+            model,
+            host=host,
+            port=port,
+            **options.blocks(blockwise, sinks),
+            quantization_config=packed,
+            options=context.args,
+        )
 
 
 def _standard_input() -> str:

@@ -53,6 +53,23 @@ def blocks(text: str | None, sinks: int) -> dict[str, Any]:
     return {"blockwise": int(text), "sinks": sinks}
 
 
+def packing(weights: str | None, device: str | None = None) -> dict[str, Any]:
+    """Return the options of `load_for_evaluation` for `--weights`; none without it.
+
+    Raises:
+        ValueError: If it is neither int8 nor int4, or the device is not a CPU.
+    """
+    if weights is None:
+        return {}
+    if weights not in ("int8", "int4"):
+        raise ValueError(f"--weights {weights}: it must be int8 or int4; --dtype gives other dtypes.")
+    if device not in (None, "cpu"):
+        raise ValueError(f"--weights {weights}: such weights are multiplied on a CPU; leave out --device {device}.")
+    from lex_hf.inference.packed_weights import PackedWeightsConfig
+
+    return {"device": "cpu", "quantization_config": PackedWeightsConfig(int(weights.removeprefix("int")))}
+
+
 Model = Annotated[str, typer.Argument(help="Folder or Hub id of a model with its tokenizer.")]
 Files = Annotated[
     list[str],
@@ -69,6 +86,10 @@ Json = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")]
+Weights = Annotated[
+    str | None,
+    typer.Option(help="int8 or int4: round the weights of linear layers to these; on a CPU, where fewer are faster."),
+]
 Pattern = Annotated[str | None, typer.Option(help="blockwise, sliding or full; the model's own by default.")]
 Blockwise = Annotated[
     str | None,

@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from lex_hf.errors import plain
 from lex_hf.evaluation.loading import check_checkpoint
+from lex_hf.inference.packed_weights import PackedWeightsConfig
 from lex_hf.model.modeling_lex import LexForCausalLM
 from lex_hf.rope.blockwise import blockwise as read_in_blocks
 
@@ -27,6 +28,7 @@ def serve(
     port: int = 8000,
     blockwise: int | Literal["auto"] | None = None,
     sinks: int = 0,
+    quantization_config: PackedWeightsConfig | None = None,
     options: Sequence[str] = (),
 ) -> None:
     """Serve a model with an API like OpenAI's, until the process is interrupted.
@@ -43,6 +45,7 @@ def serve(
         blockwise: Training length with which a model with rotary positions reads in blocks, in tokens; `"auto"` takes
             it from the configuration, `None` leaves the model as it is. See [`lex_hf.blockwise`].
         sinks: Tokens at the start of a text that a model that reads in blocks sees from everywhere.
+        quantization_config: How weights are packed; `None` leaves them as they are.
         options: Further options of the command `transformers serve`, as typed, e.g. `["--device", "cuda:1"]`.
 
     Raises:
@@ -59,6 +62,8 @@ def serve(
     _check_model(model, manager)
     if blockwise is not None:
         manager.ModelManager._load_model = _in_blocks(manager.ModelManager._load_model, blockwise, sinks)
+    if quantization_config is not None:
+        manager.ModelManager.get_quantization_config = lambda self: quantization_config
     # Its own list is that of the Hub's cache; a server of one model serves none of those.
     entry = {"id": model, "object": "model", "owned_by": "", "created": int(time.time())}
     manager.ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [entry])
