@@ -17,7 +17,6 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.utils.chat_parsing import ResponseParser
 from typer.testing import CliRunner
 
-from lex_hf.cli import options
 from lex_hf.cli.commands import app
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.inference import serve as entry
@@ -154,20 +153,6 @@ class TestHistogram:
         assert (total, count) == ("seconds_sum 7.65", "seconds_count 4")
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("0", 0), ("1500", 1500), ("2GiB", 2**31), ("1.5 kB", 1500), ("3m", 3 * 10**6), ("1TiB", 2**40)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert options.size(text, "--size") == size
-
-
-@pytest.mark.parametrize("text", ["", "-1", "GiB", "2 G B", "1e9", "inf", "\u0665MB"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match=r"--size .*it must be a number of bytes"):
-        options.size(text, "--size")
-
-
 def test_limits_that_are_impossible() -> None:
     for value in (-1, 1.5, True):
         with pytest.raises(ValueError, match=r"max_waiting = .*: it must be a whole number, at least 0"):
@@ -258,7 +243,9 @@ class TestCommand:
         monkeypatch.setattr(entry, "_check", lambda *_: None)
         assert "Could not load a tokenizer" in self.said(folder / "absent")
         assert "--sinks 4: only a model that reads in blocks has sinks" in self.said(folder, "--sinks", "4")
-        assert "--max-body-bytes none: it must be a number of bytes" in self.said(folder, "--max-body-bytes", "none")
+        assert "--max-body-bytes none: it must be a number and its unit" in self.said(
+            folder, "--max-body-bytes", "none"
+        )
         assert "--chat-template-kwargs []: it must be an object" in self.said(folder, "--chat-template-kwargs", "[]")
         assert "needs session_bytes" in self.said(folder, "--session-folder", folder / "kept")
         AutoModelForSequenceClassification.from_config(tiny_model().config).save_pretrained(folder)

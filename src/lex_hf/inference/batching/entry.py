@@ -81,6 +81,11 @@ def generate_batch(
     """
     if not inputs:
         return {}
+    if "cache_implementation" in settings:  # generate(cache_implementation="paged") ends here
+        raise ValueError(
+            f"cache_implementation = {settings['cache_implementation']!r}: rows of blocks have no pages. Call "
+            "generate_batch(list of ids) without it."
+        )
     prompts = [check_prompt(ids, model) for ids in inputs]
     config = model.generation_config if generation_config is None else generation_config
     seed, tokenizer = settings.pop("seed", None), settings.pop("tokenizer", None)

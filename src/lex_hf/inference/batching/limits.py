@@ -92,7 +92,7 @@ class Limits:
         most = given or min(_MOST_ROWS.get(device, 256), count or 256)
         memory = None if given else int((config.max_memory_percent or _MEMORY_SHARE) * _free(model.device))
         compile_config = config.decode_compile_config or getattr(generation_config, "compile_config", None)
-        if compile_config is None and getattr(config, "default_compile_level", 0):
+        if compile_config is None and getattr(config, "default_compile_level", False):
             compile_config = CompileConfig(dynamic=False)
         piece = config.max_batch_tokens or _PIECE.get(device, 2048)
         room = prompt + new if prompt and new else 1

@@ -95,7 +95,7 @@ class BlockBatchingManager:
         self._inbox: list[Request] = []
         self._cancelled: list[str] = []
         self._open: set[str] = set()
-        self._counter = 0
+        self._counter = self._unnamed = 0
         self._pauses = 0
         self._is_paused = self._is_stopping = self._is_hurried = False
         self._thread: threading.Thread | None = None
@@ -197,7 +197,10 @@ class BlockBatchingManager:
         with self._changed:
             number = self._counter
             self._counter += 1
-        return f"req_{number}" if request_id is None else request_id, number
+            if request_id is None:
+                request_id = f"req_{self._unnamed}"
+                self._unnamed += 1
+        return request_id, number
 
     def _post(self, request: Request) -> None:
         with self._changed:

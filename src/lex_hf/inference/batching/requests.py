@@ -145,7 +145,8 @@ def _criteria(config: GenerationConfig, tokenizer: Any) -> StoppingCriteriaList:
 def _group(config: GenerationConfig, processors: LogitsProcessorList) -> tuple[Any, ...] | None:
     if not all(type(each) in _OF_SCORES_ALONE for each in processors):
         return None
-    return tuple((type(each).__name__, *sorted(vars(each).items())) for each in processors)
+    settings = ((type(each).__name__, *sorted(vars(each).items())) for each in processors)
+    return (config.do_sample, *settings)
 
 
 @dataclass(eq=False)
@@ -207,12 +208,12 @@ class Request:
         """Note that the prompt is being read."""
         self.status, self.lifespan = RequestStatus.PREFILLING, (time.perf_counter(), -1)
 
-    def accept(self, token: int, logprob: float | None) -> None:
+    def accept(self, choice: "Choice") -> None:
         """Append a token, and note whether it is the last one."""
-        self.status = RequestStatus.DECODING
+        self.status, token = RequestStatus.DECODING, choice.token
         self.tokens.append(token)
-        if logprob is not None:
-            self.logprobs.append(logprob)
+        if self.returns_logprobs and choice.logprob is not None:
+            self.logprobs.append(choice.logprob)
         if self.records_times:
             self.times.append(time.perf_counter())
         settings = self.settings
@@ -249,40 +250,61 @@ class Request:
         )
 
 
-def choose(requests: Sequence[Request], logits: torch.Tensor) -> list[tuple[int, float | None]]:
+@dataclass(frozen=True)
+class Choice:
+    """The next token of a request.
+
+    Attributes:
+        token: Its id.
+        logprob: Its log-probability in nats, after all processors, if that is wanted.
+        error: Why there is none.
+    """
+
+    token: int = -1
+    logprob: float | None = None
+    error: str | None = None
+
+
+def choose(requests: Sequence[Request], logits: torch.Tensor) -> list[Choice]:
     """Choose the next token of each request, each as it would be alone.
+
+    What fails, e.g. a processor, fails for the requests that use it alone.
 
     Args:
         requests: The requests.
         logits: Their logits, shape `(requests, vocab_size)`.
-
-    Returns:
-        For each request a token, and its log-probability if that is wanted.
     """
-    scores = logits.to(copy=True, dtype=torch.float32)
     groups: dict[Any, list[int]] = {}
     for row, request in enumerate(requests):
         groups.setdefault(row if request.settings.group is None else request.settings.group, []).append(row)
-    for key, rows in groups.items():
-        if key != ():
-            scores[rows] = _processed([requests[row] for row in rows], scores[rows])
-    greedy = scores.argmax(dim=-1).tolist()
-    chosen: list[tuple[int, float | None]] = []
-    for row, request in enumerate(requests):
-        token = greedy[row]
-        if request.settings.samples:
-            probabilities = scores[row : row + 1].softmax(dim=-1)
-            token = int(torch.multinomial(probabilities, num_samples=1, generator=request.generator))
-        logprob = float(scores[row].log_softmax(dim=-1)[token]) if request.returns_logprobs else None
-        chosen.append((token, logprob))
-    return chosen
+    choices = [Choice()] * len(requests)
+    for rows in groups.values():
+        members = [requests[row] for row in rows]
+        try:
+            found = _chosen(members, logits[rows].to(dtype=torch.float32))
+        except Exception as error:  # processors raise anything
+            found = [Choice(error=f"{type(error).__name__}: {error}")] * len(rows)
+        for row, choice in zip(rows, found, strict=True):
+            choices[row] = choice
+    return choices
 
 
-def _processed(requests: Sequence[Request], scores: torch.Tensor) -> torch.Tensor:
-    """Apply processors: those of one request, or the same of several that look at scores alone."""
-    first = requests[0]
-    text = first.prompt.ids + first.tokens if first.settings.group is None else []
-    return first.settings.processors(torch.tensor([text], dtype=torch.long, device=scores.device), scores)
+def _chosen(requests: Sequence[Request], scores: torch.Tensor) -> list[Choice]:
+    """Choose tokens for one request, or for several with the same settings."""
+    settings = requests[0].settings
+    if settings.processors:
+        text = requests[0].prompt.ids + requests[0].tokens if settings.group is None else []
+        scores = settings.processors(torch.tensor([text], dtype=torch.long, device=scores.device), scores)
+    if settings.samples:
+        probabilities = scores.softmax(dim=-1)
+        draws = zip(probabilities.split(1), requests, strict=True)
+        tokens = [int(torch.multinomial(each, num_samples=1, generator=request.generator)) for each, request in draws]
+    else:
+        tokens = scores.argmax(dim=-1).tolist()
+    if not any(request.returns_logprobs for request in requests):
+        return [Choice(token) for token in tokens]
+    logprobs = scores.log_softmax(dim=-1).gather(1, torch.tensor(tokens, device=scores.device)[:, None])
+    return [Choice(token, logprob) for token, logprob in zip(tokens, logprobs[:, 0].tolist(), strict=True)]
 
 
 def check_prompt(ids: Any, model: PreTrainedModel) -> list[int]:

@@ -147,8 +147,11 @@ class Schedule:
         """Let a request, all of whose prompt was read, write its first token and take a row."""
         prompt = request.prompt
         assert prompt.logits is not None
-        ((token, logprob),) = choose([request], prompt.logits)
-        request.accept(token, logprob)
+        (choice,) = choose([request], prompt.logits)
+        if choice.error is not None:
+            self._fail(request, choice.error)
+            return
+        request.accept(choice)
         if not request.has_ended:
             self.rows.put(len(self.running), prompt.cache)
             self.running.append(request)
@@ -177,13 +180,15 @@ class Schedule:
         ids = torch.tensor(tokens, device=self.model.device)[:, None]
         output = self.step(input_ids=ids, past_key_values=self.rows.first(size), use_cache=True)
         self.steps += 1
-        requests = list(self.running)
-        for request, (token, logprob) in zip(requests, choose(requests, output.logits[:count, -1]), strict=True):
-            request.accept(token, logprob)
+        choices = zip(list(self.running), choose(self.running, output.logits[:count, -1]), strict=True)
+        for request, choice in choices:
+            if choice.error is not None:
+                self._fail(request, choice.error)
+                continue
+            request.accept(choice)
             self._announce(request)
-        for row in reversed(range(count)):
-            if self.running[row].has_ended:
-                self._leave(row)
+            if request.has_ended:
+                self._leave(self.running.index(request))
 
     def _announce(self, request: Request) -> None:
         """Count a new token, and deliver it if somebody waits for it."""
