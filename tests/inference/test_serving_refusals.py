@@ -44,8 +44,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "no JSON": (b"{", "must be a JSON object"),
     "no object": ([1], "must be a JSON object"),
     "a lone surrogate alone": (b'"\\ud800"', "must be a JSON object"),
-    "deep": (b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "body"),
-    "a number of many digits": (b'{"seed": ' + b"9" * 10_000 + b"}", "body"),
+    "deep": (b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "must be a JSON object"),
+    "a number of many digits": (b'{"seed": ' + b"9" * 10_000 + b"}", "must be a JSON object"),
+    "other bytes": (b'{"prompt": "\xff\xfe"}', "must be a JSON object"),
     "a lone surrogate": (b'{"prompt": "\\ud800"}', "lone surrogate"),
     "a lone surrogate as a name": (b'{"prompt": "a", "\\udfff": 1}', "lone surrogate"),
     "NaN": (b'{"prompt": "a", "temperature": NaN}', "NaN or an infinite number"),
@@ -148,6 +149,7 @@ class TestRefusals:
         for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": [HI]}), ("/load_model", {})):
             status, answer = server.ask(path, body | {"model": "gpt-9"})
             assert (status, answer["error"]["code"]) == (404, "model_not_found")
+            assert server.ask(path, body | {"model": 3})[0] == 400
             assert "There is no model 'gpt-9' here: this server has letters." in answer["error"]["message"]
         assert server.ask("/v1/models/gpt-9")[0] == 404
         assert server.ask(f"/v1/models/{NAME}")[1]["id"] == NAME

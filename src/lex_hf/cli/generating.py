@@ -115,7 +115,7 @@ def serve(
     ] = None,
     session_bytes: Annotated[
         str | None,
-        typer.Option(help="Memory, or disk, for caches from which chats go on, e.g. 2GiB; 0 by default."),
+        typer.Option(help="Memory, or disk, for caches from which chats go on, e.g. 2GiB; by default none."),
     ] = None,
     session_folder: Annotated[Path | None, typer.Option(help="Keep them there; in memory by default.")] = None,
     allowed_host: Annotated[
