@@ -51,6 +51,7 @@ _NAMES = {
     "LexForTokenClassification": "model.modeling_lex",
     "LexModel": "model.modeling_lex",
     "LexStaticCache": "model.cache_lex",
+    "PackedWeightsConfig": "inference.packed_weights",
     "PositionCheck": "evaluation.invariance",
     "ReceptiveField": "evaluation.receptive_field",
     "Resolution": "evaluation.resolution",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:
     from .evaluation.resolution import measure_resolution as measure_resolution
     from .inference.cache_files import load_cache as load_cache
     from .inference.cache_files import save_cache as save_cache
+    from .inference.packed_weights import PackedWeightsConfig as PackedWeightsConfig
     from .model.cache_lex import LexCache as LexCache
     from .model.cache_lex import LexStaticCache as LexStaticCache
     from .model.configuration_lex import LexConfig as LexConfig

@@ -72,14 +72,20 @@ def alone(model: Any, prompt: str, tokens: int, seed: int | None = None, **setti
 
 
 def app_of(
-    model: Any, rows: int = 3, tokenizer: Any = None, limits: ServingLimits | None = None, **options: Any
+    model: Any,
+    rows: int = 3,
+    tokenizer: Any = None,
+    limits: ServingLimits | None = None,
+    enable_cors: bool = False,
+    **options: Any,
 ) -> Any:
     """Make an app, which serves a model in so many rows."""
     from lex_hf.inference.serving.app import build_app
 
     config = ContinuousBatchingConfig(max_requests_per_batch=rows, max_batch_tokens=16)
     manager = BlockBatchingManager(model, None, config, **options)
-    return build_app(NAME, model, chat_tokenizer() if tokenizer is None else tokenizer, manager, limits)
+    words = chat_tokenizer() if tokenizer is None else tokenizer
+    return build_app(NAME, model, words, manager, limits, enable_cors=enable_cors)
 
 
 class Running:

@@ -1,5 +1,7 @@
 """What a server is made of, without one: texts that come token by token, limits, figures, and the command."""
 
+import asyncio
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +13,10 @@ from helpers.serving import answering, letter_model
 from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
+from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
+from transformers.utils.chat_parsing import ResponseParser
 from typer.testing import CliRunner
 
-from lex_hf.cli import options
 from lex_hf.cli.commands import app
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.inference import serve as entry
@@ -83,6 +86,59 @@ class TestText:
         assert max(sizes) <= 2
 
 
+THINKS = {
+    "start_anchor": "assistant: ",
+    "defaults": {"role": "assistant"},
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open": "<call>",
+            "close": "</call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<end>", "content": "text"},
+    },
+}
+
+
+class TestAnswer:
+    """Thoughts, text and calls of tools, as a response template tells them apart."""
+
+    def written(self, text: str, step: int, **settings: Any) -> Any:
+        """An answer to which the tokens of a text came, so many at once."""
+        parser = ResponseParser(THINKS, prefix="assistant: ")
+        ids, cancelled = TOKENIZER(text)["input_ids"], []
+        decoded = answering().Text(TOKENIZER, settings.get("stops", ()), skip_special_tokens=False)
+        answer = answering().Answer("name", decoded, [], parser, 3, lambda: cancelled.append(True))
+        for end in [*range(step, len(ids), step), len(ids)]:
+            status = RequestStatus.FINISHED if end == len(ids) else RequestStatus.DECODING
+            answer.take(GenerationOutput("name", generated_tokens=ids[:end], status=status))
+        return answer
+
+    def items(self, answer: Any) -> list[Any]:
+        async def collect() -> list[Any]:
+            return [item async for items in answer.pieces() for item in items]
+
+        return asyncio.run(collect())
+
+    @pytest.mark.parametrize("step", [1, 3, 1000])
+    def test_is_told_apart(self, step: int) -> None:
+        call = '<call>{"name": "add", "arguments": {"a": 1}}</call>'
+        answer = self.written(f"<think>Well.</think>Let me see.{call}", step)
+        thought, text, tool = self.items(answer)
+        assert (thought, text) == ("Well.", "Let me see.")
+        assert (type(thought).__name__, type(text)) == ("ReasoningText", str)
+        assert (tool.name, json.loads(tool.arguments)) == ("add", {"a": 1})
+        assert answer.finish_reason == "tool_calls"
+
+    def test_ends_within_a_call(self) -> None:
+        answer = self.written('<call>{"name": "add"', 2)
+        assert self.items(answer) == []
+        assert answer.finish_reason == "length"
+
+
 class TestHistogram:
     def test_counts_in_buckets_that_hold_smaller_ones(self) -> None:
         histogram = Histogram("seconds", "Some.", [0.1, 1])
@@ -95,20 +151,6 @@ class TestHistogram:
             'seconds_bucket{le="+Inf"} 4',
         )
         assert (total, count) == ("seconds_sum 7.65", "seconds_count 4")
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("0", 0), ("1500", 1500), ("2GiB", 2**31), ("1.5 kB", 1500), ("3m", 3 * 10**6), ("1TiB", 2**40)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert options.size(text, "--size") == size
-
-
-@pytest.mark.parametrize("text", ["", "-1", "GiB", "2 G B", "1e9", "inf", "\u0665MB"])
-def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ValueError, match=r"--size .*it must be a number of bytes"):
-        options.size(text, "--size")
 
 
 def test_limits_that_are_impossible() -> None:
@@ -201,7 +243,9 @@ class TestCommand:
         monkeypatch.setattr(entry, "check_serving", lambda *_: None)
         assert "Could not load a tokenizer" in self.said(folder / "absent")
         assert "--sinks 4: only a model that reads in blocks has sinks" in self.said(folder, "--sinks", "4")
-        assert "--max-body-bytes none: it must be a number of bytes" in self.said(folder, "--max-body-bytes", "none")
+        assert "--max-body-bytes none: it must be a number and its unit" in self.said(
+            folder, "--max-body-bytes", "none"
+        )
         assert "--chat-template-kwargs []: it must be an object" in self.said(folder, "--chat-template-kwargs", "[]")
         assert "needs session_bytes" in self.said(folder, "--session-folder", folder / "kept")
         AutoModelForSequenceClassification.from_config(tiny_model().config).save_pretrained(folder)

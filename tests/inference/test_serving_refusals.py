@@ -44,8 +44,9 @@ BAD: dict[str, tuple[Any, str]] = {
     "no JSON": (b"{", "must be a JSON object"),
     "no object": ([1], "must be a JSON object"),
     "a lone surrogate alone": (b'"\\ud800"', "must be a JSON object"),
-    "deep": (b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "body"),
-    "a number of many digits": (b'{"seed": ' + b"9" * 10_000 + b"}", "body"),
+    "deep": (b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "must be a JSON object"),
+    "a number of many digits": (b'{"seed": ' + b"9" * 10_000 + b"}", "must be a JSON object"),
+    "other bytes": (b'{"prompt": "\xff\xfe"}', "must be a JSON object"),
     "a lone surrogate": (b'{"prompt": "\\ud800"}', "lone surrogate"),
     "a lone surrogate as a name": (b'{"prompt": "a", "\\udfff": 1}', "lone surrogate"),
     "NaN": (b'{"prompt": "a", "temperature": NaN}', "NaN or an infinite number"),
@@ -127,6 +128,16 @@ class TestRefusals:
         assert status == 400
         assert words in answer["error"]["message"]
 
+    def test_what_a_page_of_another_origin_could_send(self, server: Running) -> None:
+        """Browsers ask for permission, which is not given, before they send JSON as what it is."""
+        for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+            status, answer = server.ask(COMPLETIONS, {"prompt": "a", "max_tokens": 1}, Content_Type=kind)
+            assert status == 400
+            assert "sent with Content-Type: application/json" in answer["error"]["message"]
+        with server.open(COMPLETIONS, method="OPTIONS", Origin="http://evil.example") as response:
+            assert response.status == 405
+            assert "access-control-allow-origin" not in response.headers
+
     def test_what_asks_for_nothing_is_taken(self, server: Running) -> None:
         body = {"n": 1, "logprobs": None, "best_of": 1, "echo": False, "user": "me", "stop": None, "suffix": None}
         assert server.ask(COMPLETIONS, body | {"prompt": "a", "max_tokens": 1})[0] == 200
@@ -138,6 +149,7 @@ class TestRefusals:
         for path, body in ((COMPLETIONS, {"prompt": "a"}), (CHAT, {"messages": [HI]}), ("/load_model", {})):
             status, answer = server.ask(path, body | {"model": "gpt-9"})
             assert (status, answer["error"]["code"]) == (404, "model_not_found")
+            assert server.ask(path, body | {"model": 3})[0] == 400
             assert "There is no model 'gpt-9' here: this server has letters." in answer["error"]["message"]
         assert server.ask("/v1/models/gpt-9")[0] == 404
         assert server.ask(f"/v1/models/{NAME}")[1]["id"] == NAME

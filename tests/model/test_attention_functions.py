@@ -1,5 +1,6 @@
 """Attention functions other than eager and sdpa: exactly what blockwise attention needs, or a clear refusal."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,10 +8,12 @@ import torch
 from helpers.models import random_ids, tiny_model
 from torch._inductor import exc
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
 from transformers.integrations.flex_attention import WrappedFlexAttention
 
-from lex_hf import LexForCausalLM
+from lex_hf import LexCache, LexForCausalLM, LexStaticCache
+from lex_hf.model import functions_lex
 from lex_hf.model.versions_lex import flex_takes_biases
 
 FLASH = "flash_attention_by_the_book"
@@ -129,3 +132,66 @@ def test_flex_attention_gives_the_same_logits(
         except (exc.InvalidCxxCompiler, getattr(exc, "InductorError", exc.InvalidCxxCompiler)):
             pytest.skip("flex_attention is compiled, and there is no C++ compiler here")
     torch.testing.assert_close(logits[mask == 1], expected[mask == 1], atol=5e-4, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("kind", ["none", "boolean", "added", "by head"])
+def test_single_queries_in_half_precision(
+    dtype: torch.dtype, parts: int, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is computed in float32, a few heads at a time, against float64."""
+    monkeypatch.setattr(functions_lex, "PART", 2 * 14 * 10)  # two of the three heads of keys at once
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((2, 6, 1, 10), (2, 3, 14, 10), (2, 3, 14, 7))
+    query, key, value = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    scales = torch.rand(2, 1, parts, 10, generator=generator) + 0.5 if parts > 1 else None
+    masks = {
+        "none": None,
+        "boolean": torch.rand(2, 1, 1, 14, generator=generator) < 0.6,
+        "added": torch.randn(1, 1, 1, 14, generator=generator).to(dtype),
+        "by head": torch.randn(2, 6, 1, 14, generator=generator).to(dtype),
+    }
+    mask = masks[kind]
+    assert functions_lex.suits_float32(query, key, value, scaling=0.3) == (not torch.is_grad_enabled())
+    with torch.no_grad():
+        assert functions_lex.suits_float32(query, key, value, scaling=0.3, dropout=0.0, softcap=None)
+        assert not functions_lex.suits_float32(query, key, value, scaling=0.3, softcap=2.0)
+        assert not functions_lex.suits_float32(query.float(), key.float(), value.float(), scaling=0.3)
+        output = functions_lex.attend_in_float32(query, key, value, mask, scaling=0.3, scales=scales)
+    exact = [states.double() for states in (query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1))]
+    factors = torch.ones(2, 1, 1, 10) if scales is None else scales
+    asked = (exact[0] * factors).repeat_interleave(14 // factors.shape[2], dim=2)
+    scores = (asked * exact[1]).sum(-1)[:, :, None] * 0.3
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if kind == "boolean" else scores + mask
+    expected = scores.softmax(-1) @ exact[2]
+    assert (output.dtype, output.shape) == (dtype, expected.shape)
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=torch.finfo(dtype).eps)
+
+
+class Calls(TorchDispatchMode):
+    """Notes the dtypes of softmax, and calls of fused attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "attention" in str(func) or "softmax" in str(func):
+            self.seen.add(f"{func} {args[0].dtype}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("make", [LexCache, partial(LexStaticCache, max_cache_len=40)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_which_steps_are_computed_in_float32(make: Any, dtype: torch.dtype) -> None:
+    model, ids = tiny_model(dtype=dtype), random_ids(2, 21)
+    cache = make(model.config)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        with Calls() as calls:
+            model(ids[:, 20:], past_key_values=cache)
+    fused = any("attention" in each for each in calls.seen)
+    assert fused == (dtype == torch.float32 and make is LexCache)
+    assert fused or calls.seen == {"aten._softmax.default torch.float32"}

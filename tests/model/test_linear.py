@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lex_hf.model import linear_lex
 from lex_hf.model.linear_lex import WORTH_IT, LexLinear
 
 ONEDNN = "mkldnn._linear_pointwise.default"
@@ -69,13 +70,37 @@ def test_which_kernel(large: LexLinear) -> None:
         assert by_onednn(large, states)
         assert not by_onednn(LexLinear(511, WORTH_IT // 512), states[..., :511])
         assert not by_onednn(copy.deepcopy(large).double(), states.double())
-        assert not by_onednn(copy.deepcopy(large).bfloat16(), states.bfloat16())
+        assert not by_onednn(copy.deepcopy(large).bfloat16(), states.bfloat16())  # a single row
         assert not by_onednn(large, states[:, :0])
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert not by_onednn(large, states)
             assert large(states).dtype == torch.bfloat16
     with torch.inference_mode():
         assert by_onednn(large, states)
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rows_in_half_precision(large: LexLinear, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_lex, "PART", 512 * 100)  # several parts, the last of them smaller
+    layer, states = copy.deepcopy(large).to(dtype), torch.randn(2, 3, 512).to(dtype)
+    with torch.no_grad():
+        monkeypatch.setattr(linear_lex, "multiplies_by_row", lambda dtype: False)
+        assert not by_onednn(layer, states)
+        monkeypatch.setattr(linear_lex, "multiplies_by_row", lambda dtype: True)
+        assert by_onednn(layer, states)
+        assert not by_onednn(layer, states[:1])
+        for each in (layer, LexLinear(512, 530, bias=False).to(dtype)):
+            output, expected = each(states), copy.deepcopy(each).double()(states.double())
+            assert (output.dtype, output.shape) == (dtype, expected.shape)
+            # Sums in float32, rounded once.
+            torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=torch.finfo(dtype).eps)
+    assert not by_onednn(layer, states)  # gradients are wanted
+
+
+def test_kernels_are_asked_for_what_this_processor_has() -> None:
+    assert not linear_lex.multiplies_by_row(torch.float32)
+    assert linear_lex.multiplies_by_row(torch.bfloat16) == (not torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def test_gradients(large: LexLinear) -> None:

@@ -31,6 +31,7 @@ def evaluate(
     sinks: options.Sinks = 0,
     device: options.Device = None,
     dtype: options.Dtype = None,
+    weights: options.Weights = None,
     trust_remote_code: options.Trust = False,
     text_field: options.TextField = "text",
     csv: Annotated[Path | None, typer.Option(help="Write the table to this file, unrounded.")] = None,
@@ -60,6 +61,7 @@ def evaluate(
         )
         by_length = at_lengths(settings, length or ())
         loading = options.loading(device, dtype, trust_remote_code, blockwise, sinks)
+        loading |= options.packing(weights, device)
         texts = list(load_documents(files, text_field=text_field)["text"])
         network, tokenizer = load_for_evaluation(model, **loading, **of_pattern(attention_pattern))
         draw = None if plot is None else _picture(plot, model, network.config)

@@ -19,6 +19,7 @@ from lex_hf.cli.options import (
     Pattern,
     Sinks,
     Trust,
+    Weights,
     finite,
     typed,
 )
@@ -47,6 +48,7 @@ def generate(
     sinks: Sinks = 0,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = None,
     trust_remote_code: Trust = False,
     as_json: Json = False,
 ) -> None:
@@ -58,7 +60,9 @@ def generate(
     from lex_hf.inference.generation import continue_text, encode_prompt
 
     with session(as_json):
-        loading = options.loading(device, dtype, trust_remote_code, blockwise, sinks)
+        loading = options.loading(device, dtype, trust_remote_code, blockwise, sinks) | options.packing(
+            weights, device
+        )
         beginning = _standard_input() if prompt == "-" else typed(prompt, "PROMPT")
         network, tokenizer = load_for_evaluation(model, **loading, **of_pattern(attention_pattern))
         inputs = encode_prompt(beginning, network, tokenizer)
@@ -77,6 +81,7 @@ def generate(
 
 
 def serve(
+    context: typer.Context,
     model: Model,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "localhost",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
@@ -84,6 +89,7 @@ def serve(
     sinks: Sinks = 0,
     device: Device = None,
     dtype: Dtype = None,
+    weights: Weights = None,
     attn_implementation: Annotated[str | None, typer.Option(help="Attention function, e.g. sdpa.")] = None,
     trust_remote_code: Trust = False,
     compile: Annotated[bool, typer.Option(help="Compile the steps before listening.")] = False,
@@ -108,8 +114,9 @@ def serve(
         int | None, typer.Option(min=1, max=MOST, help="Longest answer; 32,768 by default.")
     ] = None,
     session_bytes: Annotated[
-        str, typer.Option(help="Memory, or disk, for caches from which chats go on, e.g. 2GiB; 0 keeps none.")
-    ] = "0",
+        str | None,
+        typer.Option(help="Memory, or disk, for caches from which chats go on, e.g. 2GiB; by default none."),
+    ] = None,
     session_folder: Annotated[Path | None, typer.Option(help="Keep them there; in memory by default.")] = None,
     allowed_host: Annotated[
         list[str] | None, typer.Option(help="Further name of the server, or '*' for any; several times.")
@@ -130,13 +137,16 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, for `transformers chat` and OpenAI's clients, many requests at once.
 
-    Ctrl-C lets requests finish, a second one ends them. Needs pip install 'lex-hf[serve]'.
-    --dry-run needs neither that nor weights.
+    Ctrl-C lets requests finish, a second one ends them. Needs pip install 'lex-hf[serve]'; --dry-run needs neither
+    that nor weights.
     """
     if dry_run or as_json or device_memory is not None or bandwidth is not None:
-        given = [*(["--device", device] if device else []), *(["--dtype", dtype] if dtype else [])]
-        given += ["--trust-remote-code"] if trust_remote_code else []
-        asked = capacity.Asked(model, device_memory, bandwidth, blockwise, sinks, given)
+        # By name: older versions of typer have it of click, newer ones of their own copy.
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+        asked = capacity.Asked(
+            model, device_memory, bandwidth, blockwise, sinks, device, dtype, trust_remote_code, given
+        )
         capacity.dry_run(asked, is_wanted=dry_run, as_json=as_json)
         return
     from lex_hf.inference import serve as server
@@ -146,17 +156,17 @@ def serve(
             model,
             host=host,
             port=port,
-            **options.loading(device, dtype, trust_remote_code, blockwise, sinks),
+            **options.loading(device, dtype, trust_remote_code, blockwise, sinks) | options.packing(weights, device),
             attn_implementation=attn_implementation,
             compile=compile,
             rows=rows,
             piece=piece,
             seed=seed,
             max_waiting=max_waiting,
-            max_body_bytes=options.size(max_body_bytes, "--max-body-bytes"),
+            max_body_bytes=capacity.parse_size(max_body_bytes, "--max-body-bytes"),
             max_prompt_tokens=max_prompt_tokens,
             max_new_tokens=max_new_tokens,
-            session_bytes=options.size(session_bytes, "--session-bytes"),
+            session_bytes=0 if session_bytes is None else capacity.parse_size(session_bytes, "--session-bytes"),
             session_folder=session_folder,
             allowed_hosts=allowed_host or (),
             enable_cors=enable_cors,

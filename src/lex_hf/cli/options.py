@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -55,17 +54,21 @@ def blocks(text: str | None, sinks: int) -> dict[str, Any]:
     return {"blockwise": int(text), "sinks": sinks}
 
 
-def size(text: str, option: str) -> int:
-    """Read a number of bytes, e.g. `2GiB`, `500MB` or `0`.
+def packing(weights: str | None, device: str | None = None) -> dict[str, Any]:
+    """Return the options of `load_for_evaluation` for `--weights`; none without it.
 
     Raises:
-        ValueError: If it is none.
+        ValueError: If it is neither int8 nor int4, or the device is not a CPU.
     """
-    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?) ?(?:([KMGT])(i)?)?B?", text.strip(), re.IGNORECASE | re.ASCII)
-    if found is None:
-        raise ValueError(f"{option} {text}: it must be a number of bytes, e.g. 2GiB or 500MB.")
-    power = " kmgt".index((found[2] or " ").lower())
-    return int(float(found[1]) * (1024 if found[3] else 1000) ** power)
+    if weights is None:
+        return {}
+    if weights not in ("int8", "int4"):
+        raise ValueError(f"--weights {weights}: it must be int8 or int4; --dtype gives other dtypes.")
+    if device not in (None, "cpu"):
+        raise ValueError(f"--weights {weights}: such weights are multiplied on a CPU; leave out --device {device}.")
+    from lex_hf.inference.packed_weights import PackedWeightsConfig
+
+    return {"device": "cpu", "quantization_config": PackedWeightsConfig(int(weights.removeprefix("int")))}
 
 
 def json_object(text: str | None, option: str) -> dict[str, Any]:
@@ -99,6 +102,10 @@ Json = Annotated[
 ]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")]
+Weights = Annotated[
+    str | None,
+    typer.Option(help="int8 or int4: round the weights of linear layers to these; on a CPU, where fewer are faster."),
+]
 Pattern = Annotated[str | None, typer.Option(help="blockwise, sliding or full; the model's own by default.")]
 Blockwise = Annotated[
     str | None,

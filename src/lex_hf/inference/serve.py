@@ -14,6 +14,7 @@ from transformers.utils.import_utils import is_serve_available
 
 from lex_hf.evaluation.loading import load_for_evaluation
 from lex_hf.inference.batching import BlockBatchingManager
+from lex_hf.inference.packed_weights import PackedWeightsConfig
 from lex_hf.inference.serving.limits import ServingLimits
 from lex_hf.rope.blockwise import reader_of
 
@@ -68,6 +69,7 @@ def load_app(
     device: str | None = None,
     dtype: str | None = None,
     attn_implementation: str | None = None,
+    quantization_config: PackedWeightsConfig | None = None,
     trust_remote_code: bool = False,
     compile: bool = False,
     rows: int | None = None,
@@ -96,6 +98,7 @@ def load_app(
         device: Device of the model; a GPU if there is one.
         dtype: Dtype of the weights, or its name; that of the checkpoint by default.
         attn_implementation: Attention function; transformers' choice by default.
+        quantization_config: How weights are packed; `None` leaves them as they are.
         trust_remote_code: Whether code that comes with the model may run.
         compile: Whether steps are compiled, before the server listens.
         rows: Requests that are written at once; by default as many as memory allows, at most 32 on a CPU, else 256.
@@ -136,7 +139,11 @@ def load_app(
         hosts=_hosts(host, allowed_hosts),
     )
     name, _, revision = model.partition("@")
-    options = {"revision": revision or None, "attn_implementation": attn_implementation}
+    options = {
+        "revision": revision or None,
+        "attn_implementation": attn_implementation,
+        "quantization_config": quantization_config,
+    }
     network, tokenizer = load_for_evaluation(
         name,
         device=device,

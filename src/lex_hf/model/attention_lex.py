@@ -20,7 +20,13 @@ import torch
 
 from .batch_lex import Batch, Movable
 from .cache_layer_lex import LexCacheLayer
-from .functions_lex import AttentionFunction, additive_mask, attention_weights
+from .functions_lex import (
+    AttentionFunction,
+    additive_mask,
+    attend_in_float32,
+    attention_weights,
+    suits_float32,
+)
 from .masking_lex import FullPattern
 from .positions_lex import PositionScheme
 from .rotation_lex import Rotation, scaled
@@ -395,6 +401,11 @@ class Step(Movable):
         """Apply attention; arguments and results as for [`Fold.attend`], `key` and `value` are the ring's."""
         if self.is_direct:
             return function(query, key, value, self.masks[0], False, **options)
+        if not dense and suits_float32(query, key, value, **options):
+            output = attend_in_float32(
+                query, key, value, self.masks[0], scaling=options["scaling"], scales=self.scales
+            )
+            return output, None
         halves, heads = 1 if self.scales is None else 2, key.shape[1]
         queries = scaled(query.expand(-1, -1, halves, -1), self.scales).unflatten(1, (heads, -1))
         scores = key.unflatten(2, (halves, -1)) @ queries.permute(0, 1, 3, 4, 2)

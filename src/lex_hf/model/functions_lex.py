@@ -6,7 +6,12 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .linear_lex import runs_plainly
 from .versions_lex import flex_takes_biases
+
+PART = 2**20  # numbers of keys or values that are brought into float32 at once: what a cache of a CPU holds
+HALVES = (torch.bfloat16, torch.float16)
+_ACTS = ("position_bias", "softcap", "cache")  # options on which sdpa acts, or which it refuses
 
 
 class AttentionFunction:
@@ -100,6 +105,8 @@ class AttentionFunction:
                 kwargs["position_bias"], mask = mask.expand(*query.shape[:3], key.shape[2]), None
             else:
                 mask = mask.expand(query.shape[0], *mask.shape[1:])
+        if self.implementation == "sdpa" and not causal and suits_float32(query, key, value, **kwargs):
+            return attend_in_float32(query, key, value, mask, scaling=kwargs["scaling"]), None
         output, weights = self.of(module)(module, query, key, value, mask, is_causal=causal, **kwargs)
         # flex_attention returns log-sum-exps in this place.
         return output.transpose(1, 2), weights if weights is not None and weights.dim() == 4 else None
@@ -112,6 +119,88 @@ def additive_mask(seen: torch.Tensor | None, bias: torch.Tensor | None, dtype: t
         return added
     zero = torch.zeros((), dtype=dtype, device=seen.device)
     return torch.where(_for_all_heads(seen), zero if added is None else added, torch.finfo(dtype).min)
+
+
+def suits_float32(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> bool:
+    """Return whether [`attend_in_float32`] serves a call and is faster than products in half precision.
+
+    Those of single queries are slow on CPUs: PyTorch has no kernel of their shape, and takes two to three times as
+    long as with keys and values that are first brought into float32 (`benchmarks/README.md`).
+
+    Args:
+        query: Shape `(batch, num_heads, query, head_dim)`.
+        key: Shape `(batch, num_key_value_heads, key, head_dim)`.
+        value: As `key`.
+        scaling: Factor on the scores.
+        dropout: Probability with which a weight becomes zero.
+        options: What else an attention function is called with.
+    """
+    # In this order: reading sizes under a compiler would specialise the graph.
+    if not runs_plainly(query, key, value) or query.shape[2] != 1 or query.dtype not in HALVES:
+        return False
+    return scaling is not None and not dropout and all(options.get(name) is None for name in _ACTS)
+
+
+def attend_in_float32(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    scaling: float,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attend with one query in each row, in float32, of which only a few heads at a time are in memory.
+
+    Args:
+        query: Shape `(batch, num_heads, 1, head_dim)`.
+        key: Shape `(batch, num_key_value_heads, key, head_dim)`.
+        value: As `key`.
+        mask: Boolean, or what is added to scores, broadcastable to `(batch, num_heads, 1, key)`; or `None`.
+        scaling: Factor on the scores.
+        scales: What a query is multiplied by for each equal part of the keys, shape `(batch, 1, parts, head_dim)`;
+            `None` if it meets all as it is.
+
+    Returns:
+        Shape `(batch, num_heads, 1, head_dim of values)`, dtype of `query`.
+    """
+    batch, heads, slots, _ = key.shape
+    size = max(1, PART // max(1, key[0, 0].numel()))  # heads of keys in a part
+    output = query.new_empty((*query.shape[:3], value.shape[3]))
+    queries, places = (states.unflatten(1, (heads, -1)).squeeze(3) for states in (query, output))
+    added = None if mask is None else mask.expand(batch, query.shape[1], 1, slots).unflatten(1, (heads, -1)).squeeze(3)
+    for row in range(batch):
+        for first in range(0, heads, size):
+            part = (row, slice(first, first + size))
+            asked = queries[part].float() * scaling
+            if scales is not None:
+                asked = (asked[:, :, None] * scales[row]).transpose(1, 2).flatten(1, 2)
+            scores = _scores(key[part].float(), asked, 1 if scales is None else scales.shape[2])
+            if added is not None:
+                scores = _masked(scores, added[part])
+            places[part] = scores.softmax(dim=-1) @ value[part].float()
+    return output
+
+
+def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return scores + mask if mask.dtype != torch.bool else scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+
+
+def _scores(key: torch.Tensor, query: torch.Tensor, parts: int) -> torch.Tensor:
+    """Multiply queries `(heads, parts * group, head_dim)`, of each the one for a part of the keys, with these keys.
+
+    Returns:
+        Shape `(heads, group, key)`.
+    """
+    products = key.unflatten(1, (parts, -1)) @ query.unflatten(1, (parts, -1)).transpose(2, 3)
+    return products.flatten(1, 2).transpose(1, 2)
 
 
 def _for_all_heads(seen: torch.Tensor) -> torch.Tensor:

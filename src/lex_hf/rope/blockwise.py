@@ -196,7 +196,7 @@ def _check_positions(model: PreTrainedModel) -> None:
                 f"positions ({plain(error)}); its positions must be rotary, or none."
             ) from error
     # Without angles, positions have no effect at all, or one that half precision may hide.
-    tolerance = _rounding(near) if modules_with_angles(model) else 0.0
+    tolerance = _rounding(model, near) if modules_with_angles(model) else 0.0
     if not float((near - far).abs().max()) <= tolerance:
         raise ValueError(
             f"{type(model).__name__} cannot be made blockwise: it knows at which position a text begins; its "
@@ -204,9 +204,14 @@ def _check_positions(model: PreTrainedModel) -> None:
         )
 
 
-def _rounding(logits: torch.Tensor) -> float:
-    """Return the difference up to which two ways to compute logits count as the same; models have float32 angles."""
-    return max(torch.finfo(dtype).eps for dtype in (logits.dtype, torch.float32)) ** 0.5 * float(logits.abs().max())
+def _rounding(model: nn.Module, logits: torch.Tensor) -> float:
+    """Return the difference up to which two ways to compute logits count as the same.
+
+    Models have float32 angles, and packed weights have scales of the dtype that their products round to.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    coarsest = max(torch.finfo(dtype).eps for dtype in (*dtypes, logits.dtype, torch.float32))
+    return coarsest**0.5 * float(logits.abs().max())
 
 
 def training_length_of(config: Any, given: int | None = None) -> int:
@@ -322,7 +327,7 @@ def _try(
     finally:
         config._attn_implementation_internal = implementation
         reader.remove()
-    tolerance = _rounding(expected)
+    tolerance = _rounding(model, expected)
     for what, found in (("in one pass", whole), ("with its cache", pieces)):
         difference = float((found - expected).abs().max())
         if difference <= tolerance:

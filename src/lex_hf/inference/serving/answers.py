@@ -193,6 +193,12 @@ class Answer:
             if not items:
                 await self._changed.wait()
 
+    def fail(self, why: str) -> None:
+        """End the request in the batch, because what it writes cannot be sent."""
+        self.error = why
+        self._cancel()
+        self._changed.set()
+
     def leave(self) -> None:
         """End the request in the batch, if it has not ended: nobody waits for it any more."""
         if not self.has_ended:

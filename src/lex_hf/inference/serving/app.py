@@ -3,7 +3,7 @@
 import inspect
 import json
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,8 +21,8 @@ from lex_hf.inference.serving.limits import RefusedError, ServingLimits
 from lex_hf.inference.serving.metrics import FORMAT, Metrics
 from lex_hf.inference.serving.visits import Visits
 
-# Of transformers' routes. `/load_model` is what `transformers chat` begins with; nothing unloads the model.
-_KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/load_model")
+_KEPT = ("/v1/chat/completions", "/v1/completions", "/v1/models")  # of transformers' routes; nothing unloads the model
+_MALFORMED = "The body must be a JSON object, sent with Content-Type: application/json."
 
 
 class OneModel:
@@ -43,15 +43,6 @@ class OneModel:
     def get_gen_models(self) -> list[dict[str, Any]]:
         """Return all models."""
         return [self.entry()]
-
-    def process_model_name(self, model_id: Any) -> str:
-        """Return the name of a model that is to be loaded; another one is refused."""
-        check_model(model_id, self.model_id)
-        return self.model_id
-
-    async def load_model_streaming(self, model_id: str, gguf_file: str | None = None) -> AsyncIterator[str]:
-        """Say that the model is loaded."""
-        yield f"data: {json.dumps({'status': 'ready', 'model': model_id, 'cached': True})}\n\n"
 
     def shutdown(self) -> None:
         """End with the app."""
@@ -129,6 +120,13 @@ def _add_routes(app: FastAPI, only: OneModel, visits: Visits, metrics: Metrics) 
     def figures() -> PlainTextResponse:
         return PlainTextResponse(metrics.render(only.engine.manager.counts()), media_type=FORMAT)
 
+    @app.post("/load_model")
+    def load_model(body: dict[str, Any]) -> PlainTextResponse:
+        """Say that the model is loaded: `transformers chat` begins with that question."""
+        check_model(body.get("model"), only.model_id)
+        event = {"status": "ready", "model": only.model_id, "cached": True}
+        return PlainTextResponse(f"data: {json.dumps(event)}\n\n", media_type="text/event-stream")
+
     @app.get("/v1/models/{name:path}")
     def one_model(name: str) -> JSONResponse:
         check_model(name, only.model_id)
@@ -145,12 +143,11 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
         # What was sent is not repeated: it may hold what JSON cannot say.
-        message = "The body must be a JSON object, sent with Content-Type: application/json."
-        return JSONResponse(RefusedError(400, message).body(), 400)
+        return JSONResponse(RefusedError(400, _MALFORMED).body(), 400)
 
     @app.exception_handler(HTTPException)
     async def failed(request: Request, error: HTTPException) -> JSONResponse:
-        message = str(error.detail)
+        message = _MALFORMED if error.status_code == 400 else str(error.detail)
         if error.status_code in (404, 405):
             message = (
                 f"There is no {request.method} {request.url.path} here. There are: POST /v1/chat/completions, POST "

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from lex_hf.errors import plain
 from lex_hf.inference.batching import BlockBatchingManager
@@ -17,6 +18,8 @@ from lex_hf.inference.serving.answers import Answer, Text
 from lex_hf.inference.serving.fields import DEFAULT_NEW_TOKENS, Query
 from lex_hf.inference.serving.limits import RefusedError, ServingLimits
 from lex_hf.inference.serving.visits import Visit
+
+logger = logging.get_logger(__name__)
 
 VISIT: ContextVar[Visit] = ContextVar("visit")
 
@@ -105,7 +108,11 @@ class Engine:
         def take(output: Any) -> None:
             if visit.is_last or self.trouble() is not None:
                 answer.status = 503  # it is not this request that fails
-            answer.take(output)
+            try:
+                answer.take(output)
+            except Exception as error:  # of a tokenizer or a parser; whoever waits must hear of it
+                logger.exception("The text of %s cannot be decoded.", name)
+                answer.fail(plain(error))
             if answer.has_ended:
                 visit.release()
 

@@ -107,7 +107,7 @@ class BatchHandler(BaseHandler):
 
     @abstractmethod
     def _piece(self, request_id: str, item: Any, place: int) -> str:
-        """Return a piece of a stream."""
+        """Return a piece of a stream; `place` is the number of calls of tools before it."""
 
     @abstractmethod
     def _last(self, request_id: str, reason: str | None, usage: CompletionUsage | None) -> str:

@@ -1,6 +1,7 @@
 """The process that serves an app, and its end: what was begun is finished first."""
 
 import asyncio
+import time
 from typing import Any
 
 import uvicorn
@@ -10,6 +11,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 _FLUSH = 2.0  # seconds for the last words of requests that are ended
+_TICK = 0.02  # seconds between two looks at what is still running
 
 
 class Server(uvicorn.Server):
@@ -36,9 +38,9 @@ class Server(uvicorn.Server):
         self._ending: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: Any) -> None:
-        """Begin to stop, or stop at once."""
+        """Begin to stop; the second time, end all requests; the third time, end without a word."""
         self._signals += 1
-        if self._signals > 1:
+        if self._signals > 2:
             self.should_exit = self.force_exit = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -51,9 +53,14 @@ class Server(uvicorn.Server):
         visits, engine = self.app.state.visits, self.app.state.engine
         visits.is_stopping = True
         logger.warning("Stopping: %d requests may finish within %g s; Ctrl-C ends them.", visits.count, self.grace)
-        if not await visits.wait(self.grace):
+        last = time.monotonic() + self.grace
+        while visits.count and time.monotonic() < last and self._signals < 2:
+            await asyncio.sleep(_TICK)
+        if visits.count:
             engine.manager.stop(block=False, hard_stop=True)
-            await visits.wait(_FLUSH)
+            last = time.monotonic() + _FLUSH
+            while visits.count and time.monotonic() < last:
+                await asyncio.sleep(_TICK)
         self.should_exit = True
 
 

@@ -1,6 +1,5 @@
 """What a server keeps of each HTTP request while it lasts, and what it counts when it is over."""
 
-import asyncio
 import threading
 import time
 from typing import Any
@@ -25,13 +24,6 @@ class Visits:
         self.most, self.metrics = most, metrics
         self.count = self.open = 0
         self.is_stopping = False
-
-    async def wait(self, seconds: float) -> bool:
-        """Wait until all have ended, and return whether they did in time."""
-        end = time.monotonic() + seconds
-        while self.count and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        return not self.count
 
 
 class Visit:
