@@ -3,7 +3,7 @@
 import enum
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -130,6 +130,14 @@ def serve(
     ] = 30.0,
     log_level: Annotated[LogLevel, typer.Option(help="Level of the log of HTTP requests.")] = LogLevel.INFO,
     continuous_batching: Annotated[bool, typer.Option(hidden=True, help="As always.")] = False,
+    replicas: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Processes of Ray Serve that share the requests.")
+    ] = None,
+    replica_cpus: Annotated[float | None, typer.Option(help="Cores of each of them; 1 by default.")] = None,
+    replica_gpus: Annotated[float | None, typer.Option(help="GPUs of each of them; 0 by default.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Ray cluster of the replicas, e.g. auto; by default one on this machine.")
+    ] = None,
     dry_run: capacity.DryRun = False,
     device_memory: capacity.DeviceMemory = None,
     bandwidth: capacity.Bandwidth = None,
@@ -138,7 +146,7 @@ def serve(
     """Serve a model over HTTP, for `transformers chat` and OpenAI's clients, many requests at once.
 
     Ctrl-C lets requests finish, a second one ends them. Needs pip install 'lex-hf[serve]'; --dry-run needs neither
-    that nor weights.
+    that nor weights. --replicas needs pip install 'lex-hf[ray]'.
     """
     if dry_run or as_json or device_memory is not None or bandwidth is not None:
         # By name: older versions of typer have it of click, newer ones of their own copy.
@@ -149,31 +157,44 @@ def serve(
         )
         capacity.dry_run(asked, is_wanted=dry_run, as_json=as_json)
         return
-    from lex_hf.inference import serve as server
-
     with session():
-        server.serve(
-            model,
-            host=host,
-            port=port,
+        settings = {
+            "host": host,
+            "port": port,
+            "grace": grace,
+            "log_level": log_level.value,
             **options.loading(device, dtype, trust_remote_code, blockwise, sinks) | options.packing(weights, device),
-            attn_implementation=attn_implementation,
-            compile=compile,
-            rows=rows,
-            piece=piece,
-            seed=seed,
-            max_waiting=max_waiting,
-            max_body_bytes=capacity.parse_size(max_body_bytes, "--max-body-bytes"),
-            max_prompt_tokens=max_prompt_tokens,
-            max_new_tokens=max_new_tokens,
-            session_bytes=0 if session_bytes is None else capacity.parse_size(session_bytes, "--session-bytes"),
-            session_folder=session_folder,
-            allowed_hosts=allowed_host or (),
-            enable_cors=enable_cors,
-            chat_template_kwargs=options.json_object(chat_template_kwargs, "--chat-template-kwargs"),
-            grace=grace,
-            log_level=log_level.value,
-        )
+            "attn_implementation": attn_implementation,
+            "compile": compile,
+            "rows": rows,
+            "piece": piece,
+            "seed": seed,
+            "max_waiting": max_waiting,
+            "max_body_bytes": capacity.parse_size(max_body_bytes, "--max-body-bytes"),
+            "max_prompt_tokens": max_prompt_tokens,
+            "max_new_tokens": max_new_tokens,
+            "session_bytes": 0 if session_bytes is None else capacity.parse_size(session_bytes, "--session-bytes"),
+            "session_folder": session_folder,
+            "allowed_hosts": allowed_host or (),
+            "enable_cors": enable_cors,
+            "chat_template_kwargs": options.json_object(chat_template_kwargs, "--chat-template-kwargs"),
+        }
+        _serve(model, settings, replicas, cpus=replica_cpus, gpus=replica_gpus, address=ray_address)
+
+
+def _serve(model: str, given: dict[str, Any], replicas: int | None, **where: Any) -> None:
+    """Serve in this process, or in several."""
+    places = {name: value for name, value in where.items() if value is not None}
+    if replicas is not None:
+        from lex_hf.inference.replicas import run
+
+        run(model, replicas=replicas, **given, **places)
+        return
+    if places:
+        raise ValueError("--replica-cpus, --replica-gpus and --ray-address belong to --replicas: give it as well.")
+    from lex_hf.inference.serve import serve
+
+    serve(model, **given)
 
 
 def _standard_input() -> str:

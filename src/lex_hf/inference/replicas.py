@@ -52,6 +52,7 @@ def deployment(
     cpus: float = 1.0,
     gpus: float = 0.0,
     grace: float = 30.0,
+    log_level: str = "info",
     **options: Any,
 ) -> Any:
     """Describe replicas of a server to Ray: `ray.serve.run(deployment(MODEL))` starts them.
@@ -62,6 +63,7 @@ def deployment(
         cpus: Cores of a replica, which are also the threads that it computes with.
         gpus: GPUs of a replica; 0 for one that computes on the CPU.
         grace: Seconds in which running requests may finish when a replica is stopped.
+        log_level: Level of Ray Serve's log of HTTP requests.
         options: Those of [`lex_hf.inference.serve.load_app`]. Sessions need a `session_folder`, which all replicas
             see under the same name.
 
@@ -89,6 +91,7 @@ def deployment(
         max_ongoing_requests=most,
         max_queued_requests=most,
         graceful_shutdown_timeout_s=grace,
+        logging_config={"log_level": log_level.upper()},
         max_constructor_retry_count=1,  # a model that cannot be loaded cannot be loaded the next time
     )
     return described.bind(model, options)
@@ -191,10 +194,10 @@ def _checked(
         raise ValueError(f"device = {device!r}, but gpus = 0: say how many GPUs a replica has.")
     if options.get("session_bytes") and folder is None:
         raise ValueError("session_bytes needs session_folder: replicas share sessions as files in a folder.")
-    check_serving(model)
     waiting = options.get("max_waiting")
     found = {**options, "max_waiting": ServingLimits().max_waiting if waiting is None else waiting}
     ServingLimits(max_waiting=found["max_waiting"])
+    check_serving(model)
     if not gpus:
         found["device"] = "cpu"
     if folder is not None:  # replicas may run in other folders
