@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test floor-test docs-test lint hf-tests client-tests benchmark notebooks dist clean
+.PHONY: demo test floor-test docs-test lint hf-tests client-tests ray-tests benchmark notebooks dist clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -58,6 +58,10 @@ hf-tests: $(VENV)/.installed-dev ## transformers' own shared tests over the LEX 
 client-tests: $(VENV)/.installed-dev ## PEFT, TRL, torchao, an HTTP server: installs them
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,clients,serve]'
 	$(BIN)/python -m pytest tests/inference/test_clients_extra.py tests/inference/test_serving*.py
+
+ray-tests: $(VENV)/.installed-dev ## two replicas of a server under Ray Serve, one of which is killed: installs Ray
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'
+	$(BIN)/python -m pytest -rs tests/inference/test_replicas.py
 
 benchmark: $(VENV)/.installed-dev ## time and memory beside other models, on a quiet machine
 	$(BIN)/python benchmarks/run.py

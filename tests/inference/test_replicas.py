@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,6 +15,7 @@ from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+import psutil
 import pytest
 from helpers.forks import PACKAGE, Forked
 from helpers.models import tiny_model
@@ -191,10 +193,11 @@ class Replicas:
 
     Attributes:
         url: Where they listen.
+        process: The number of the process that started them.
     """
 
-    def __init__(self, port: int) -> None:
-        self.url = f"http://127.0.0.1:{port}"
+    def __init__(self, port: int, process: int) -> None:
+        self.url, self.process = f"http://127.0.0.1:{port}", process
 
     def open(self, path: str, body: Any = None) -> Any:
         """Send a request, and return the answer before it was read."""
@@ -224,26 +227,34 @@ class Replicas:
 
 @pytest.fixture(scope="module")
 def replicas(folder: Path) -> Iterator[Replicas]:
-    """Two replicas over one folder."""
-    reason = "Ray Serve is not installed: make ray-tests installs it"
-    serve = pytest.importorskip("ray.serve", reason=reason)
-    pytest.importorskip("openai", reason=reason)
-    import ray
-
-    from lex_hf.inference.replicas import deployment
-
+    """Two replicas over one folder, as the command line starts them."""
+    for package in ("ray.serve", "openai"):
+        pytest.importorskip(package, reason="Ray Serve is not installed: make ray-tests installs it")
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
-    ray.init("local", num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1", log_to_driver=False)
+    command = [*("serve", folder / "model", "--host", "127.0.0.1", "--port", port, "--rows", 2, "--replicas", 2)]
+    command += ["--session-bytes", "100MB", "--session-folder", folder / "sessions", "--replica-cpus", 0.5]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    log = folder / "log"
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "lex_hf", *map(str, command)], env=env, stdout=file, stderr=file
+        )
+    found = Replicas(port, process.pid)
     try:
-        serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": port})
-        options: dict[str, Any] = {"rows": 2, "session_bytes": 10**8, "session_folder": folder / "sessions"}
-        serve.run(deployment(str(folder / "model"), replicas=2, grace=5, **options))
-        yield Replicas(port)
+
+        def answers() -> bool:
+            assert process.poll() is None, log.read_text()
+            with suppress(*LOST), found.open("/health") as response:
+                return bool(response.status == 200)
+            return False
+
+        wait_for(answers, 300)
+        yield found
     finally:
-        serve.shutdown()
-        ray.shutdown()
+        process.terminate()
+        assert process.wait(timeout=120) == 0, log.read_text()
 
 
 def test_one_of_two_replicas_is_killed_in_mid_answer(replicas: Replicas, folder: Path) -> None:
@@ -285,6 +296,30 @@ def test_one_of_two_replicas_is_killed_in_mid_answer(replicas: Replicas, folder:
     assert read[other] == 1
 
 
+def test_other_machines_reach_nothing_without_a_token(replicas: Replicas) -> None:
+    """All is on the loopback, but for a port that each replica has in any case, for other parts of an application."""
+    import grpc
+
+    started = psutil.Process(replicas.process)
+    inside, outside = set(), []
+    for process in (started, *started.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            for each in process.net_connections("tcp"):
+                if each.status == "LISTEN" and each.laddr.ip.removeprefix("::ffff:") == "127.0.0.1":
+                    inside.add(each.laddr.port)
+                elif each.status == "LISTEN":
+                    assert process.cmdline()[0].startswith("ray::ServeReplica")
+                    outside.append(each.laddr.port)
+    assert int(replicas.url.rpartition(":")[2]) in inside
+    assert len(outside) == 2
+    for port in outside:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+            with pytest.raises(grpc.RpcError) as refused:
+                call(b"", timeout=30)
+            assert refused.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
 def test_requests_are_spread(replicas: Replicas) -> None:
     before = replicas.by_process()
     for index in range(30):
@@ -317,6 +352,30 @@ class TestRefused:
 
         with pytest.raises(ValueError, match=message):
             deployment("a-model", **options)
+
+    def test_too_many(self) -> None:
+        from lex_hf.inference.replicas import _check_room
+
+        _check_room({"CPU": 2.0}, replicas=2)
+        with pytest.raises(ValueError, match=r"3 replicas with cpus = 1 need 3, and there are 2"):
+            _check_room({"CPU": 2.0}, replicas=3)
+        with pytest.raises(ValueError, match=r"2 replicas with gpus = 0.5 need 1, and there are 0"):
+            _check_room({"CPU": 2.0}, gpus=0.5)
+
+    def test_a_port_that_nobody_would_know(self) -> None:
+        from lex_hf.inference.replicas import run
+
+        with pytest.raises(ValueError, match="port = 0"):
+            run("a-model", port=0)
+
+    def test_options_of_replicas_alone(self) -> None:
+        from typer.testing import CliRunner
+
+        from lex_hf.cli.commands import app
+
+        done = CliRunner().invoke(app, ["serve", "a-model", "--replica-gpus", "1"])
+        assert done.exit_code == 1
+        assert "belong to --replicas" in done.output
 
     def test_unknown_options(self) -> None:
         from lex_hf.inference.replicas import deployment

@@ -6,15 +6,19 @@ next request goes on from there at whichever replica it ends up.
 
 import inspect
 import os
+import re
 import signal
 import socket
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from lex_hf.inference.serve import check_grace, check_serving, load_app
 
 NAME = "lex-hf"
+REPLICAS, CPUS = 2, 1.0
+LOOPBACK = "127.0.0.1"
 _ROWS = 256  # at most, where they are not given
 _MORE = 64  # requests beside those that the app takes: for its health, its metrics, and those that it turns away
 
@@ -48,8 +52,8 @@ class Replica:
 def deployment(
     model: str,
     *,
-    replicas: int = 2,
-    cpus: float = 1.0,
+    replicas: int = REPLICAS,
+    cpus: float = CPUS,
     gpus: float = 0.0,
     grace: float = 30.0,
     log_level: str = "info",
@@ -105,36 +109,91 @@ def run(model: str, *, host: str = "localhost", port: int = 8000, address: str |
         host: Address to listen on.
         port: Port to listen on.
         address: A Ray cluster, e.g. `"auto"` for the one that this machine belongs to; by default one is started here,
-            which only this machine reaches.
+            on the loopback.
         options: Those of [`deployment`].
 
     Raises:
         ImportError: If the packages of the extra `ray` are not installed.
         TypeError: If an option is unknown.
-        ValueError: If the numbers, or the options together, are impossible.
-        RuntimeError: If a replica cannot be started, e.g. since the model cannot be loaded; its log says why.
+        ValueError: If the numbers, or the options together, are impossible, there is no room for so many replicas, or
+            they cannot start, e.g. since the model cannot be loaded.
+        RuntimeError: If Ray was imported before, so that it would listen on other addresses of this machine.
     """
+    if not port:
+        raise ValueError("port = 0: replicas need a port of their own, which all machines use.")
+    if address is None:
+        # Before Ray is imported: else it listens on all addresses of this machine, whatever it is told later.
+        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Replicas have a port for each other on all addresses nonetheless: there Ray asks for its token.
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     application = deployment(model, host=host, **options)
     serve = _ray_serve()
     import ray
 
     if address is None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1")
+        ray.init("local", include_dashboard=False, _node_ip_address=LOOPBACK)
     else:
         ray.init(address)
     try:
+        _check_place(ray, address)
+        _check_room(ray.cluster_resources(), **options)
         # On a cluster every machine takes requests for all replicas.
         where = "HeadOnly" if address is None else "EveryNode"
         serve.start(proxy_location=where, http_options={"host": host, "port": port})
         with _Signals() as told:
-            serve.run(application, name=NAME)
+            _start(serve, model, application)
             told.wait()
         serve.delete(NAME)
     finally:
         if address is None:
             serve.shutdown()
         ray.shutdown()
+
+
+def _start(serve: Any, model: str, application: Any) -> None:
+    """Start replicas, and wait until they are ready.
+
+    Raises:
+        ValueError: If one cannot start.
+    """
+    try:
+        serve.run(application, name=NAME)
+    except RuntimeError as error:  # it says that this was not possible; the log of the replica has the error itself
+        messages = [each.message for each in serve.status().applications[NAME].deployments.values()]
+        said = re.findall(r"^[\w.]+: .+", "\n".join(messages), re.MULTILINE)
+        raise ValueError(f"A replica of {model} could not start: {said[-1] if said else error}") from error
+
+
+def _check_place(ray: Any, address: str | None) -> None:
+    """Refuse to go on if a Ray that was meant for this machine alone can be reached from others.
+
+    Raises:
+        RuntimeError: If it can.
+    """
+    place = ray.util.get_node_ip_address()
+    if address is None and place != LOOPBACK:
+        raise RuntimeError(
+            f"Ray listens on {place}, since it was imported before: set RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0, or give "
+            "the address of a cluster."
+        )
+
+
+def _check_room(
+    found: Mapping[str, float], replicas: int = REPLICAS, cpus: float = CPUS, gpus: float = 0.0, **_: Any
+) -> None:
+    """Refuse replicas for which a cluster has no room: Ray would wait for further machines.
+
+    Raises:
+        ValueError: If it has too few cores or GPUs.
+    """
+    for name, kind, each in (("cpus", "CPU", cpus), ("gpus", "GPU", gpus)):
+        there = found.get(kind, 0)
+        if replicas * each > there:
+            raise ValueError(
+                f"{replicas} replicas with {name} = {each:g} need {replicas * each:g}, and there are {there:g}: take "
+                f"fewer replicas or {name}, or more machines."
+            )
 
 
 class _Signals:
