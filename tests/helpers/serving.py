@@ -80,7 +80,7 @@ def app_of(
     **options: Any,
 ) -> Any:
     """Make an app, which serves a model in so many rows."""
-    from lex_hf.inference.serving.app import build_app
+    from lex_hf.inference.serving import build_app
 
     config = ContinuousBatchingConfig(max_requests_per_batch=rows, max_batch_tokens=16)
     manager = BlockBatchingManager(model, None, config, **options)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -237,6 +238,10 @@ class TestCommand:
     def test_without_its_packages(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(entry, "is_serve_available", lambda: False)
         assert self.said(folder) == "Error: Serving needs more packages: pip install 'lex-hf[serve]'"
+
+    def test_with_a_transformers_that_is_too_old(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "transformers.cli.serving.server", None)
+        assert "Serving needs a newer transformers than this: pip install -U" in self.said(folder)
 
     def test_what_cannot_be_served(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         answering()

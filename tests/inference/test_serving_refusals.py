@@ -1,5 +1,6 @@
 """What a server refuses, and how it says so: never as an error of its own."""
 
+import json
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -209,6 +210,31 @@ class TestRefusals:
             assert status == 400
             assert "does not take this: Roles must alternate" in answer["error"]["message"]
             assert server.ask(CHAT, {"messages": [HI], "max_tokens": 1})[0] == 200
+
+
+NUMBERS = {
+    "temperature": (0.0001, 100),
+    "top_p": (0, 1),
+    "min_p": (0, 1),
+    "typical_p": (0.01, 1),
+    "epsilon_cutoff": (0, 0.99),
+    "eta_cutoff": (0, 0.99),
+    "repetition_penalty": (0.01, 100),
+    "top_k": (0, 2**31),
+    "min_new_tokens": (0, 32768),
+}
+
+
+@given(settings=st.fixed_dictionaries({}, optional={name: st.sampled_from(ends) for name, ends in NUMBERS.items()}))
+@example(settings={name: ends[0] for name, ends in NUMBERS.items()})
+@example(settings={name: ends[1] for name, ends in NUMBERS.items()})
+def test_whatever_is_allowed_can_be_done(server: Running, settings: dict[str, float]) -> None:
+    config = json.dumps({**settings, "do_sample": True, "max_new_tokens": 3, "eos_token_id": list(range(97, 113))})
+    bias = {str(token): 100 * (-1) ** token for token in range(256)}
+    body = {"frequency_penalty": -2, "presence_penalty": 2, "logit_bias": bias, "generation_config": config}
+    status, answer = server.ask(COMPLETIONS, {"prompt": "a", **body})
+    assert status == 200, answer
+    assert server.ask("/health")[0] == 200
 
 
 JSON = st.recursive(
