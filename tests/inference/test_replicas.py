@@ -296,6 +296,22 @@ def test_one_of_two_replicas_is_killed_in_mid_answer(replicas: Replicas, folder:
     assert read[other] == 1
 
 
+def test_a_request_leaves_with_its_client(replicas: Replicas) -> None:
+    body = {"prompt": FIRST, "max_tokens": 30_000, "stream": True}
+    with replicas.open("/v1/completions", body) as stream:
+        assert stream.readline().startswith(b"data: ")
+        assert sum(each["lex_hf_rows_in_use"] for each in replicas.by_process().values()) == 1
+    wait_for(lambda: not any(each["lex_hf_rows_in_use"] for each in replicas.by_process().values()), 60)
+
+
+def test_a_name_that_is_not_the_servers(replicas: Replicas) -> None:
+    request = Request(f"{replicas.url}/v1/models", headers={"Host": "evil.example"})
+    with pytest.raises(HTTPError) as refused:
+        urlopen(request, timeout=60)
+    assert refused.value.code == 400
+    assert "--allowed-host" in refused.value.read().decode()
+
+
 def test_other_machines_reach_nothing_without_a_token(replicas: Replicas) -> None:
     """All is on the loopback, but for a port that each replica has in any case, for other parts of an application."""
     import grpc
