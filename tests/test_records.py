@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import lex_hf
-from lex_hf.records import content_hash, fingerprint, hardware, read_json, versions, write_json
+from lex_hf.records import content_hash, fingerprint, hardware, read_json, versions, whole_file, write_json
 
 
 def test_json_is_read_back_with_all_numbers(tmp_path: Path) -> None:
@@ -47,3 +47,16 @@ def test_the_version_is_that_of_the_code_that_runs(monkeypatch: pytest.MonkeyPat
     assert versions("lex-hf")["lex-hf"] == lex_hf.__version__
     monkeypatch.setattr(lex_hf, "__version__", "9.8.7")
     assert versions("lex-hf")["lex-hf"] == "9.8.7"
+
+
+def test_two_that_write_a_file_at_once_leave_a_whole_one(tmp_path: Path) -> None:
+    """On a file system that machines share, two processes may even have the same number."""
+    with whole_file(tmp_path / "file") as slow:
+        slow.write_text("of the slow o")
+        with whole_file(tmp_path / "file") as quick:
+            assert quick != slow
+            quick.write_text("of the quick one")
+        assert (tmp_path / "file").read_text() == "of the quick one"
+        slow.write_text("of the slow one")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "of the slow one"

@@ -22,7 +22,7 @@ from lex_hf.cli.commands import app
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.inference import serve as entry
 from lex_hf.inference.serving.limits import ServingLimits
-from lex_hf.inference.serving.metrics import Histogram
+from lex_hf.inference.serving.metrics import _COUNTS, Histogram, Metrics
 
 TOKENIZER = byte_tokenizer()
 
@@ -271,3 +271,13 @@ class TestCommand:
         assert entry._hosts("localhost", ["*"]) is None
         assert entry._hosts("box.example", []) == {"box.example"}
         assert {"localhost", "127.0.0.1"} < (entry._hosts("0.0.0.0", []) or set())
+
+
+def test_labels_tell_the_figures_of_servers_apart() -> None:
+    counts = dict.fromkeys(_COUNTS, 7)
+    plain, labelled = Metrics().render(counts), Metrics({"replica": 'a"b', "zone": "1"}).render(counts)
+    own = 'replica="a\\"b",zone="1"'
+    assert f"lex_hf_rows{{{own}}} 7\n" in labelled
+    assert f'lex_hf_requests_total{{{own},outcome="stop"}} 0\n' in labelled
+    assert f'_bucket{{{own},le="+Inf"}} 0\n' in labelled
+    assert labelled.replace(f"{{{own}}}", "").replace(f"{own},", "") == plain
