@@ -21,6 +21,7 @@ import derived  # noqa: E402
 import interleave  # noqa: E402
 import measurements  # noqa: E402
 import memory  # noqa: E402
+import precision  # noqa: E402
 import report  # noqa: E402
 import run  # noqa: E402
 import systems  # noqa: E402
@@ -65,11 +66,15 @@ def test_every_system_is_measured(record: Record) -> None:
     expected |= {("decode", name, context): 8 for name in systems.IN_BLOCKS for context in (32, 64)}
     expected |= {("chunked", name, length): 2 for name in systems.IN_BLOCKS for length in (32, 64)}
     expected |= {("chunked", name, length): 1 for name in systems.FLOORS for length in (32, 64)}
+    for kind in precision.PRECISIONS:
+        of_kind = dict.fromkeys(("llama",), 4) | dict.fromkeys(systems.IN_BLOCKS, 8) | {"lex_rows": 4}
+        expected |= {("precision", f"{name}_{kind}", 32): number for name, number in of_kind.items()}
     expected |= {("training", name, 16): 2 for name in ("lex", "none")}
     expected |= {("training", name, 16): 1 for name in ("lex_checkpointed", "gpt_neox", "llama", "mistral")}
     assert calls == expected
     assert all(seconds > 0 for each in record.samples for seconds in each.seconds)
-    assert [(each.what, each.amount) for each in record.rates] == [
+    rates = [each for each in record.rates if not each.what.startswith("read ")]
+    assert [(each.what, each.amount) for each in rates] == [
         ("read", 2**16),
         ("read", 2**16),
         ("multiply", 2 * 16**3),
@@ -97,9 +102,9 @@ def test_memory_of_every_task(record: Record) -> None:
 
 def test_all_do_the_same_arithmetic(record: Record) -> None:
     matrices = 4 * 32 * 32 + 2 * 32 * 96
-    assert {name: each["linear_weights"] for name, each in record.systems.items()} == dict.fromkeys(
-        systems.SYSTEMS, matrices
-    )
+    assert {each["linear_weights"] for each in record.systems.values()} == {matrices}
+    kinds = [f"{name}_{kind}" for kind in precision.PRECISIONS for name in precision.SYSTEMS_MEASURED]
+    assert set(record.systems) == {*systems.SYSTEMS, *kinds}
     counted = {}
     for name in systems.OWN:
         model = systems.SYSTEMS[name].build(TOY)
@@ -258,6 +263,39 @@ def test_memory_is_that_of_a_process_of_its_own(tmp_path: Path, monkeypatch: pyt
         memory.in_a_process(TOY, "prefill", "lex", (64,))
 
 
+def test_precisions_are_what_they_are_said_to_be(record: Record) -> None:
+    for kind, each in precision.PRECISIONS.items():
+        model, numbers = precision._built(replace(TOY, dtype=each.states), "lex", kind)
+        assert numbers == systems.linear_weights(systems.SYSTEMS["lex"].build(TOY))
+        assert str(model.dtype) == f"torch.{each.states}"
+        packed = [module for module in model.modules() if isinstance(module, precision.PackedLinear)]
+        assert {module.bits for module in packed} == ({each.bits} if each.bits else set())
+        assert len(packed) == (6 if each.bits else 0)
+        cache = precision._filled(replace(TOY, dtype=each.states), model, 32, precision.ROWS, "lex_rows")
+        lengths = cache.layers[0].lengths
+        assert 28 < int(lengths.min()) < int(lengths.max()) == 32
+        assert cache.layers[0].keys.shape == (precision.ROWS, 2, 2 * TOY.block, 16)
+    read = {each.what for each in record.rates}
+    assert {f"read {kind}" for kind in precision.PRECISIONS} < read
+    assert precision.of_name(precision.name_of("lex_rows", "int8")) == ("lex_rows", "int8")
+
+
+def test_the_floor_of_a_precision_reads_weights_and_keys_at_their_own_speed() -> None:
+    record = made_up()
+    record.systems["lex_int8"] = {"description": "", "linear_weights": 1, "weight_bytes": 5 * 10**8}
+    record.systems["lex_rows_int8"] = record.systems["lex_int8"]
+    record.samples.append(Sample("precision", "lex_rows_int8", 1024, 16, [1.0] * 3))
+    assert derived.precision_floor(record, "lex_int8") is None
+    record.rates += [Rate("read int8", "slow", 10**9, [0.2]), Rate("read int8", "fast", 10**9, [0.1])]
+    record.rates.append(Rate("read float32", "fast", 10**9, [0.05]))
+    keys = 2 * 4 * 1024 * 4  # bytes of a key and a value in all layers
+    # Three tokens after a context and a warm-up of two, which moved the blocks: 512 and 3, 4, 5 keys.
+    expected = 0.05 + 516 * keys * 0.05 / 10**9
+    assert derived.precision_floor(record, "lex_int8") == pytest.approx(expected)
+    expected = 0.05 / 16 + 1024 * keys * 0.05 / 10**9
+    assert derived.precision_floor(record, "lex_rows_int8") == pytest.approx(expected)
+
+
 def test_compiled_decoding_reads_the_same_text() -> None:
     models: dict[str, Any] = {name: systems.SYSTEMS[name].build(TOY) for name in measurements.COMPILED}
     token = torch.randn(1, 1, 32)
@@ -296,6 +334,7 @@ def test_a_record_comes_back_as_it_was(record: Record, tmp_path: Path) -> None:
 
 def test_a_record_from_before_a_system_is_shown_without_it(record: Record, tmp_path: Path) -> None:
     newer, content = ("blockwise_llama", "linear_llama"), json.loads(record.to_json())
+    newer = (*newer, *(name for name in content["systems"] if name not in systems.SYSTEMS))
     content["systems"] = {name: each for name, each in content["systems"].items() if name not in newer}
     for items in ("samples", "peaks"):
         content[items] = [each for each in content[items] if each["system"] not in newer]
@@ -310,7 +349,7 @@ def test_a_record_from_before_a_system_is_shown_without_it(record: Record, tmp_p
 
 def test_tables_show_the_record(record: Record) -> None:
     tables = {table.title: table for table in report.tables(record)}
-    assert len(tables) == 12
+    assert len(tables) == 15
     for table in tables.values():
         assert {len(row) for row in table.rows} == {len(table.columns)}
     sample = find(record.samples, "prefill", "llama", 64)
@@ -351,13 +390,19 @@ def made_up(**changes: float) -> Record:
         "decode blockwise_llama 8192": 0.020,
         "training lex 1024": 1.01,
         "training none 1024": 1.0,
+        "precision lex_float32 1024": 1.0,
+        "precision lex_bfloat16 1024": 0.79,
+        "precision lex_int8 1024": 0.64,
+        "precision lex_int4 1024": 0.49,
         **{name.replace("_to_", " "): value for name, value in changes.items()},
     }
     settings = Settings()
     samples = []
     for name, value in seconds.items():
         measure, system, length = name.split()
-        if measure == "decode":
+        if measure == "precision":
+            samples.append(Sample(measure, system, int(length), 1, [value] * 3))
+        elif measure == "decode":
             samples.append(Sample(measure, system, int(length), 1, [value] * 512, cache=2**20))
         else:
             samples.append(Sample(measure, system, int(length), int(length), [value] * 3))
@@ -383,9 +428,9 @@ def test_targets_are_computed_as_they_are_worded() -> None:
     floor = 0.010 / 0.009
     streamed = (10**9 + 65536) / (10**9 + 8192)
     expected = [1.3, 3.0, 1.0, 66 / 64, 1.0, 10 / 11, 5.1, 1.0, floor, floor, streamed, 1.01]
-    expected += [12.5 / 9, 39 / 12.5, 1.0, 1.0]
+    expected += [12.5 / 9, 39 / 12.5, 1.0, 1.0, 0.79, 0.64, 0.49]
     assert values == [pytest.approx(each, rel=1e-3) for each in expected]
-    assert [each.verdict for each in derived.targets(record)] == ["holds"] * 16
+    assert [each.verdict for each in derived.targets(record)] == ["holds"] * 19
 
 
 @pytest.mark.parametrize(
@@ -403,6 +448,8 @@ def test_targets_are_computed_as_they_are_worded() -> None:
         ("prefill linear_llama 16384", 8.9, {12}),
         ("prefill blockwise_llama 16384", 15.7, {12, 13}),
         ("decode blockwise_llama 8192", 0.0211, {14}),
+        ("precision lex_bfloat16 1024", 0.81, {16}),
+        ("precision lex_int4 1024", 0.51, {18}),
     ],
 )
 def test_a_target_that_is_missed_does_not_hold(name: str, seconds: float, broken: set[int]) -> None:
@@ -452,6 +499,22 @@ def test_readme_shows_the_record(preset: str) -> None:
     assert readme.split(begin)[1].split(end)[0] == report.section(record)
 
 
+def test_readme_of_the_project_has_the_ratios_of_the_record() -> None:
+    if not (FOLDER / "precision.json").is_file():
+        pytest.skip("precisions were not recorded yet")
+    record, readme = Record.read(FOLDER / "precision.json"), (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    names = {"bfloat16": 'dtype="bfloat16"', "int8": "PackedWeightsConfig(8)", "int4": "PackedWeightsConfig(4)"}
+    for kind, name in names.items():
+        cells = [cell.strip() for cell in readme.split(f"\n| `{name}` |")[1].split("\n")[0].split("|")]
+        for system, cell in zip(("lex", "blockwise_llama"), cells[1:3], strict=True):
+            seconds, whole = (
+                derived.per_token(record, "precision", f"{system}_{each}", 1024) for each in (kind, "float32")
+            )
+            assert seconds is not None
+            assert whole is not None
+            assert cell == f"{seconds / whole:.2f}"
+
+
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "in_a_process", memory.peaks)
     monkeypatch.setitem(PRESETS, "cpu", {name: getattr(TOY, name) for name in TOY.__dataclass_fields__})
@@ -483,9 +546,10 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "prefill,speed"], "'speed' is none of prefill, decode, training, streaming"),
+        (["--only", "prefill,speed"], "'speed' is none of prefill, decode, training, streaming, precision"),
         (["--lengths", "1k"], "give whole numbers, separated by commas"),
         (["--lengths", "64,32"], "lengths: 64, 32. Give positive numbers of tokens, each larger than the one before."),
+        (["--preset", "gpu", "--only", "precision"], "precision is measured on a CPU; leave it out"),
         (["--layers", "0"], "layers = 0: it must be at least 1."),
         (["--preset", "tpu"], "--preset tpu: it must be one of cpu, gpu."),
         (["--check", "nowhere.json"], "nowhere.json"),
