@@ -6,44 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import derived
+import interleave
+import measurements
+import memory
+import precision
 import pytest
+import report
+import run
+import systems
 import torch
+from helpers.benchmarks import FOLDER, TOY, made_up
+from record import Record, Sample, find
 from rich.console import Console
+from settings import PARTS, PRESETS, Settings
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from lex_hf.model.masking_lex import BlockwisePattern
-
-FOLDER = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(FOLDER))
-
-import derived  # noqa: E402
-import interleave  # noqa: E402
-import measurements  # noqa: E402
-import memory  # noqa: E402
-import precision  # noqa: E402
-import report  # noqa: E402
-import run  # noqa: E402
-import systems  # noqa: E402
-from record import Peak, Rate, Record, Sample, find  # noqa: E402
-from settings import PARTS, PRESETS, Settings  # noqa: E402
-
-TOY = Settings(
-    layers=1,
-    hidden_size=32,
-    num_heads=2,
-    intermediate_size=96,
-    training_length=16,
-    lengths=(32, 64),
-    contexts=(32, 64),
-    streaming=(64, 128),
-    repeats=2,
-    decode_tokens=4,
-    burst=2,
-    training_repeats=2,
-    read_bytes=2**16,
-    matmul_size=16,
-)
 
 
 @pytest.fixture(scope="module")
@@ -263,39 +243,6 @@ def test_memory_is_that_of_a_process_of_its_own(tmp_path: Path, monkeypatch: pyt
         memory.in_a_process(TOY, "prefill", "lex", (64,))
 
 
-def test_precisions_are_what_they_are_said_to_be(record: Record) -> None:
-    for kind, each in precision.PRECISIONS.items():
-        model, numbers = precision._built(replace(TOY, dtype=each.states), "lex", kind)
-        assert numbers == systems.linear_weights(systems.SYSTEMS["lex"].build(TOY))
-        assert str(model.dtype) == f"torch.{each.states}"
-        packed = [module for module in model.modules() if isinstance(module, precision.PackedLinear)]
-        assert {module.bits for module in packed} == ({each.bits} if each.bits else set())
-        assert len(packed) == (6 if each.bits else 0)
-        cache = precision._filled(replace(TOY, dtype=each.states), model, 32, precision.ROWS, "lex_rows")
-        lengths = cache.layers[0].lengths
-        assert 28 < int(lengths.min()) < int(lengths.max()) == 32
-        assert cache.layers[0].keys.shape == (precision.ROWS, 2, 2 * TOY.block, 16)
-    read = {each.what for each in record.rates}
-    assert {f"read {kind}" for kind in precision.PRECISIONS} < read
-    assert precision.of_name(precision.name_of("lex_rows", "int8")) == ("lex_rows", "int8")
-
-
-def test_the_floor_of_a_precision_reads_weights_and_keys_at_their_own_speed() -> None:
-    record = made_up()
-    record.systems["lex_int8"] = {"description": "", "linear_weights": 1, "weight_bytes": 5 * 10**8}
-    record.systems["lex_rows_int8"] = record.systems["lex_int8"]
-    record.samples.append(Sample("precision", "lex_rows_int8", 1024, 16, [1.0] * 3))
-    assert derived.precision_floor(record, "lex_int8") is None
-    record.rates += [Rate("read int8", "slow", 10**9, [0.2]), Rate("read int8", "fast", 10**9, [0.1])]
-    record.rates.append(Rate("read float32", "fast", 10**9, [0.05]))
-    keys = 2 * 4 * 1024 * 4  # bytes of a key and a value in all layers
-    # Three tokens after a context and a warm-up of two, which moved the blocks: 512 and 3, 4, 5 keys.
-    expected = 0.05 + 516 * keys * 0.05 / 10**9
-    assert derived.precision_floor(record, "lex_int8") == pytest.approx(expected)
-    expected = 0.05 / 16 + 1024 * keys * 0.05 / 10**9
-    assert derived.precision_floor(record, "lex_rows_int8") == pytest.approx(expected)
-
-
 def test_compiled_decoding_reads_the_same_text() -> None:
     models: dict[str, Any] = {name: systems.SYSTEMS[name].build(TOY) for name in measurements.COMPILED}
     token = torch.randn(1, 1, 32)
@@ -364,62 +311,6 @@ def test_tables_show_the_record(record: Record) -> None:
     floors = {name: derived.per_token(record, "prefill", name, 64) for name in ("lex", "llama", "linear")}
     expected = f"{floors['llama'] / floors['linear']:.3f} ({floors['llama'] / floors['lex']:.3f})"
     assert {row[0]: row[2] for row in ratios.rows}["llama"] == expected
-
-
-def made_up(**changes: float) -> Record:
-    """A record with the times of a model that meets all targets; `changes` are seconds in place of others."""
-    seconds = {
-        "prefill lex 4096": 4.0,
-        "prefill lex 16384": 13.0,
-        "prefill linear 16384": 10.0,
-        "prefill mistral 16384": 39.0,
-        "prefill blockwise_llama 16384": 12.5,
-        "prefill linear_llama 16384": 9.0,
-        "prefill lex 65536": 64.0,
-        "chunked lex 4096": 4.0,
-        "chunked lex 65536": 66.0,
-        "decode lex 1024": 0.010,
-        "decode gpt_neox 1024": 0.012,
-        "decode llama 1024": 0.013,
-        "decode mistral 1024": 0.011,
-        "decode lex 8192": 0.010,
-        "decode gpt_neox 8192": 0.055,
-        "decode llama 8192": 0.051,
-        "decode mistral 8192": 0.010,
-        "decode blockwise_llama 1024": 0.020,
-        "decode blockwise_llama 8192": 0.020,
-        "training lex 1024": 1.01,
-        "training none 1024": 1.0,
-        "precision lex_float32 1024": 1.0,
-        "precision lex_bfloat16 1024": 0.79,
-        "precision lex_int8 1024": 0.64,
-        "precision lex_int4 1024": 0.49,
-        **{name.replace("_to_", " "): value for name, value in changes.items()},
-    }
-    settings = Settings()
-    samples = []
-    for name, value in seconds.items():
-        measure, system, length = name.split()
-        if measure == "precision":
-            samples.append(Sample(measure, system, int(length), 1, [value] * 3))
-        elif measure == "decode":
-            samples.append(Sample(measure, system, int(length), 1, [value] * 512, cache=2**20))
-        else:
-            samples.append(Sample(measure, system, int(length), int(length), [value] * 3))
-    weights = 10**9 - 2 * 4 * 1024 * 4 * 768.5  # with one and a half blocks of keys and values, a billion bytes
-    linear = {"description": "", "linear_weights": 1, "weight_bytes": weights}
-    return Record(
-        "cpu",
-        "",
-        "",
-        {},
-        {},
-        settings,
-        {"lex": linear},
-        [Rate("read", "sum", 10**9, [0.009]), Rate("read", "slower", 10**9, [0.02])],
-        samples,
-        [Peak("streaming", "lex", length, 1, 10**9 + length, 1.0) for length in (8192, 65536)],
-    )
 
 
 def test_targets_are_computed_as_they_are_worded() -> None:
@@ -499,22 +390,6 @@ def test_readme_shows_the_record(preset: str) -> None:
     assert readme.split(begin)[1].split(end)[0] == report.section(record)
 
 
-def test_readme_of_the_project_has_the_ratios_of_the_record() -> None:
-    if not (FOLDER / "precision.json").is_file():
-        pytest.skip("precisions were not recorded yet")
-    record, readme = Record.read(FOLDER / "precision.json"), (FOLDER.parent / "README.md").read_text(encoding="utf-8")
-    names = {"bfloat16": 'dtype="bfloat16"', "int8": "PackedWeightsConfig(8)", "int4": "PackedWeightsConfig(4)"}
-    for kind, name in names.items():
-        cells = [cell.strip() for cell in readme.split(f"\n| `{name}` |")[1].split("\n")[0].split("|")]
-        for system, cell in zip(("lex", "blockwise_llama"), cells[1:3], strict=True):
-            seconds, whole = (
-                derived.per_token(record, "precision", f"{system}_{each}", 1024) for each in (kind, "float32")
-            )
-            assert seconds is not None
-            assert whole is not None
-            assert cell == f"{seconds / whole:.2f}"
-
-
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "in_a_process", memory.peaks)
     monkeypatch.setitem(PRESETS, "cpu", {name: getattr(TOY, name) for name in TOY.__dataclass_fields__})
@@ -551,7 +426,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--lengths", "64,32"], "lengths: 64, 32. Give positive numbers of tokens, each larger than the one before."),
         (["--preset", "gpu", "--only", "precision"], "precision is measured on a CPU; leave it out"),
         (["--layers", "0"], "layers = 0: it must be at least 1."),
-        (["--preset", "tpu"], "--preset tpu: it must be one of cpu, gpu."),
+        (["--preset", "tpu"], "--preset tpu: it must be one of cpu, precision, gpu."),
         (["--check", "nowhere.json"], "nowhere.json"),
     ],
 )
