@@ -1,5 +1,6 @@
 """Attention functions other than eager and sdpa: exactly what blockwise attention needs, or a clear refusal."""
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -134,13 +135,14 @@ def test_flex_attention_gives_the_same_logits(
     torch.testing.assert_close(logits[mask == 1], expected[mask == 1], atol=5e-4, rtol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("kind", ["none", "boolean", "added", "by head"])
-def test_single_queries_in_half_precision(
-    dtype: torch.dtype, parts: int, kind: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ends", [None, (3, 11), (14, 7)])
+def test_single_queries_row_by_row(
+    dtype: torch.dtype, parts: int, kind: str, ends: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is computed in float32, a few heads at a time, against float64."""
+    """What is computed row by row, a few heads at a time, against float64."""
     monkeypatch.setattr(functions_lex, "PART", 2 * 14 * 10)  # two of the three heads of keys at once
     generator = torch.Generator().manual_seed(3)
     shapes = ((2, 6, 1, 10), (2, 3, 14, 10), (2, 3, 14, 7))
@@ -153,21 +155,25 @@ def test_single_queries_in_half_precision(
         "by head": torch.randn(2, 6, 1, 14, generator=generator).to(dtype),
     }
     mask = masks[kind]
-    assert functions_lex.suits_float32(query, key, value, scaling=0.3) == (not torch.is_grad_enabled())
+    suits = functools.partial(functions_lex.suits_rows, query, key, value, ends, scaling=0.3)
+    is_faster = ends is not None or dtype in (torch.bfloat16, torch.float16)
+    assert not torch.is_grad_enabled() or not suits()
     with torch.no_grad():
-        assert functions_lex.suits_float32(query, key, value, scaling=0.3, dropout=0.0, softcap=None)
-        assert not functions_lex.suits_float32(query, key, value, scaling=0.3, softcap=2.0)
-        assert not functions_lex.suits_float32(query.float(), key.float(), value.float(), scaling=0.3)
-        output = functions_lex.attend_in_float32(query, key, value, mask, scaling=0.3, scales=scales)
+        assert suits(dropout=0.0, softcap=None) == is_faster
+        assert not suits(softcap=2.0)
+        assert not suits(dropout=0.1)
+        output = functions_lex.attend_by_row(query, key, value, mask, ends, scaling=0.3, scales=scales)
     exact = [states.double() for states in (query, key.repeat_interleave(2, 1), value.repeat_interleave(2, 1))]
     factors = torch.ones(2, 1, 1, 10) if scales is None else scales
     asked = (exact[0] * factors).repeat_interleave(14 // factors.shape[2], dim=2)
     scores = (asked * exact[1]).sum(-1)[:, :, None] * 0.3
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if kind == "boolean" else scores + mask
+    for row, end in enumerate(ends or ()):
+        scores[row, :, :, end:] = float("-inf")
     expected = scores.softmax(-1) @ exact[2]
     assert (output.dtype, output.shape) == (dtype, expected.shape)
-    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=torch.finfo(dtype).eps)
+    torch.testing.assert_close(output.double(), expected.double(), atol=1e-5, rtol=torch.finfo(dtype).eps)
 
 
 class Calls(TorchDispatchMode):

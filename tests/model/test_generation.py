@@ -1,5 +1,6 @@
 """`generate`: the same tokens with the cache as without, and in a batch as alone."""
 
+import sys
 from typing import Any
 
 import pytest
@@ -193,9 +194,12 @@ def test_what_generate_returns_has_the_documented_shapes() -> None:
     assert [step.shape for step in beams.scores] == [(6, 97)] * 4
 
 
-def test_continuous_batching_is_refused_with_what_to_use() -> None:
-    with pytest.raises(NotImplementedError, match="left-padded batch"):
-        tiny_model().generate_batch([[1, 2, 3]], max_new_tokens=2)
+def test_continuous_batching_needs_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A saved model carries the file of these methods, and not what they call."""
+    monkeypatch.setitem(sys.modules, "lex_hf.inference.batching", None)
+    for call in (tiny_model().init_continuous_batching, lambda: tiny_model().generate_batch([[1]], max_new_tokens=2)):
+        with pytest.raises(ImportError, match="Continuous batching is part of lex_hf: pip install lex-hf"):
+            call()
 
 
 def test_bad_prompts_are_refused() -> None:

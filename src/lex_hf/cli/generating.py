@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from lex_hf.cli import options
+from lex_hf.cli import capacity, options
 from lex_hf.cli.options import (
     LARGEST_SEED,
     MOST,
@@ -76,13 +76,21 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
     blockwise: Blockwise = None,
     sinks: Sinks = 0,
+    dry_run: capacity.DryRun = False,
+    device_memory: capacity.DeviceMemory = None,
+    bandwidth: capacity.Bandwidth = None,
+    as_json: Json = False,
     weights: Weights = None,
 ) -> None:
     """Serve a model over HTTP, for `transformers chat` and OpenAI's clients; Ctrl-C ends it.
 
     All further options, after MODEL, are those of `transformers serve`, which `transformers serve --help` explains;
-    needs pip install 'lex-hf[serve]'.
+    needs pip install 'lex-hf[serve]'. --dry-run needs neither that nor weights.
     """
+    if dry_run or as_json or device_memory is not None or bandwidth is not None:
+        asked = capacity.Asked(model, device_memory, bandwidth, blockwise, sinks, context.args)
+        capacity.dry_run(asked, is_wanted=dry_run, as_json=as_json)
+        return
     from lex_hf.inference import serve as server
 
     with session():

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from lex_hf.inference.caches import new_cache
 from lex_hf.model.cache_layer_lex import LexCacheLayer
-from lex_hf.model.cache_lex import LexCache, LexStaticCache
 from lex_hf.records import whole_file
 from lex_hf.rope.blockwise import reader_of
 
@@ -22,7 +23,9 @@ _SINKS = ("sink_keys", "sink_values")
 _SAMPLE = 64  # numbers of each weight whose bits and places a fingerprint holds, beside a sum over all bits
 
 
-def save_cache(cache: Cache, model: PreTrainedModel, path: str | Path) -> None:
+def save_cache(
+    cache: Cache, model: PreTrainedModel, path: str | Path, *, identity: Mapping[str, str] | None = None
+) -> None:
     """Write what a model has read to a file of constant size (with blockwise and sliding attention).
 
     Args:
@@ -30,6 +33,8 @@ def save_cache(cache: Cache, model: PreTrainedModel, path: str | Path) -> None:
         model: The model that filled it, a LEX model or one that [`lex_hf.blockwise`] made; the file remembers which
             one it was.
         path: The file to write; it appears under its name only when it is whole.
+        identity: What [`identity_of`] returned for the model, if its weights have not changed since; without it, all
+            of them are read.
 
     Raises:
         ValueError: If the cache is empty, or has layers of another kind than two blocks.
@@ -57,15 +62,16 @@ def save_cache(cache: Cache, model: PreTrainedModel, path: str | Path) -> None:
     }
     with whole_file(path) as place:
         metadata = {"format": FORMAT, "max_cache_len": str(layers[0].max_cache_len or "")}
-        save_file(tensors, place, metadata=metadata | _identity(model, str(layers[0].dtype)))
+        save_file(tensors, place, metadata=metadata | dict(identity or identity_of(model, layers[0].dtype)))
 
 
-def load_cache(path: str | Path, model: PreTrainedModel) -> Cache:
+def load_cache(path: str | Path, model: PreTrainedModel, *, identity: Mapping[str, str] | None = None) -> Cache:
     """Read a cache that [`save_cache`] wrote, to the device of the model that continues the text.
 
     Args:
         path: The file.
         model: The model that filled the cache, in the same dtype.
+        identity: As for [`save_cache`].
 
     Raises:
         ValueError: If the file is no cache, is cut off, or belongs to another model.
@@ -77,22 +83,15 @@ def load_cache(path: str | Path, model: PreTrainedModel) -> Cache:
     try:
         with safe_open(path, framework="pt", device=str(model.device)) as file:
             metadata = file.metadata() or {}
-            _check(path, metadata, model)
+            _check(path, metadata, identity or identity_of(model, model.dtype))
             size = metadata["max_cache_len"]
-            cache = _new_cache(model, int(size) if size else None)
+            cache = new_cache(model, int(size) if size else None)
             for index, layer in enumerate(cache.layers):
                 names = (*_STATE, *_SINKS) if layer.pattern.sinks else _STATE
                 _restore(layer, {name: file.get_tensor(f"{index}.{name}") for name in names})
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or corrupt ({error}): save it again with save_cache.") from error
     return cache
-
-
-def _new_cache(model: PreTrainedModel, max_cache_len: int | None) -> Cache:
-    reader = reader_of(model)
-    if reader is not None:
-        return reader.new_cache(max_cache_len)
-    return LexCache(model.config) if max_cache_len is None else LexStaticCache(model.config, max_cache_len)
 
 
 def _state(layer: LexCacheLayer) -> dict[str, torch.Tensor]:
@@ -124,7 +123,7 @@ def _restore(layer: LexCacheLayer, state: dict[str, torch.Tensor]) -> None:
     )
 
 
-def _check(path: Path, metadata: dict[str, str], model: PreTrainedModel) -> None:
+def _check(path: Path, metadata: dict[str, str], identity: Mapping[str, str]) -> None:
     """Compare a file's description with the model that continues the text."""
     found = metadata.get("format")
     if found != FORMAT and str(found).startswith("lex_hf cache"):
@@ -134,7 +133,7 @@ def _check(path: Path, metadata: dict[str, str], model: PreTrainedModel) -> None
         )
     if found != FORMAT:
         raise ValueError(f"{path} is not a LexCache: its format is {found!r}, not {FORMAT!r}.")
-    for name, value in _identity(model, str(model.dtype)).items():
+    for name, value in identity.items():
         if metadata.get(name) != value:
             raise ValueError(
                 f"{path} was written by another model: its {name} are {metadata.get(name)}, and this model's are "
@@ -142,12 +141,12 @@ def _check(path: Path, metadata: dict[str, str], model: PreTrainedModel) -> None
             )
 
 
-def _identity(model: PreTrainedModel, dtype: str) -> dict[str, str]:
+def identity_of(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, str]:
     """Return what must be the same in the model that filled a cache and the one that continues."""
     source: Any = reader_of(model) or model.config
     return {
         "blocks": json.dumps([[pattern.name, pattern.block] for pattern in source.patterns]),
-        "dtype": dtype,
+        "dtype": str(dtype),
         "positions": json.dumps(source.key_fields),
         "weights": _fingerprint(model),
     }

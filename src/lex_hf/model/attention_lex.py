@@ -23,10 +23,11 @@ from .cache_layer_lex import LexCacheLayer
 from .functions_lex import (
     AttentionFunction,
     additive_mask,
-    attend_in_float32,
+    attend_by_row,
     attention_weights,
-    suits_float32,
+    suits_rows,
 )
+from .linear_lex import runs_plainly
 from .masking_lex import FullPattern
 from .positions_lex import PositionScheme
 from .rotation_lex import Rotation, scaled
@@ -344,6 +345,7 @@ class Step(Movable):
             keys of both are scaled alike.
         is_direct: Whether to call the attention function. Those of transformers take one query for all keys, so they
             cannot serve two halves.
+        ends: How many of the first slots of each row it needs, where that is known: in steps that run now, on a CPU.
     """
 
     batch: Batch
@@ -352,6 +354,7 @@ class Step(Movable):
     rotation: Rotation
     scales: torch.Tensor | None
     is_direct: bool
+    ends: tuple[int, ...] | None = None
 
     @classmethod
     def make(cls, planner: Planner, batch: Batch, layer: LexCacheLayer) -> "Step":
@@ -381,7 +384,8 @@ class Step(Movable):
         if own is not None and rotation.decay is not None:
             scales = torch.where(own[:, :, None], 1.0, rotation.decay)[:, None]
         is_direct = scales is None and planner.function.suits_single_queries
-        return cls(batch, slots, (mask,), rotation, scales, is_direct)
+        ends = _ends(positions, planner.pattern) if runs_plainly(positions) else None
+        return cls(batch, slots, (mask,), rotation, scales, is_direct, ends)
 
     def key_order(self, width: int) -> torch.Tensor | None:
         """Return the slot of each key in the order that users see: those of the ring up to the new token's."""
@@ -400,12 +404,10 @@ class Step(Movable):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply attention; arguments and results as for [`Fold.attend`], `key` and `value` are the ring's."""
         if self.is_direct:
-            return function(query, key, value, self.masks[0], False, **options)
-        if not dense and suits_float32(query, key, value, **options):
-            output = attend_in_float32(
-                query, key, value, self.masks[0], scaling=options["scaling"], scales=self.scales
-            )
-            return output, None
+            return function(query, key, value, self.masks[0], False, ends=self.ends, **options)
+        if not dense and suits_rows(query, key, value, self.ends, **options):
+            scaling, scales = options["scaling"], self.scales
+            return attend_by_row(query, key, value, self.masks[0], self.ends, scaling=scaling, scales=scales), None
         halves, heads = 1 if self.scales is None else 2, key.shape[1]
         queries = scaled(query.expand(-1, -1, halves, -1), self.scales).unflatten(1, (heads, -1))
         scores = key.unflatten(2, (halves, -1)) @ queries.permute(0, 1, 3, 4, 2)
@@ -413,6 +415,19 @@ class Step(Movable):
         weights = attention_weights(scores, value.dtype, options["dropout"])
         output = weights.squeeze(2).unflatten(1, (heads, -1)) @ value
         return output.flatten(1, 2)[:, :, None], weights
+
+
+def _ends(positions: torch.Tensor, pattern: FullPattern) -> tuple[int, ...]:
+    """Return how many of the first slots of a ring each row needs for its token."""
+    if pattern.block is None:
+        return tuple((positions + 1).tolist())
+    ring, ends = 2 * pattern.block, []
+    for position in positions.tolist():
+        place = position - pattern.sinks
+        # While the own block is the first half of the ring, the previous one is the second half.
+        is_whole = place >= ring and place % ring < pattern.block
+        ends.append(pattern.sinks + (ring if is_whole else place % ring + 1 if place >= 0 else place + 1))
+    return tuple(ends)
 
 
 def _check_room(batch: Batch, room: int) -> None:

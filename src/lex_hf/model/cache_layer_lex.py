@@ -207,7 +207,7 @@ class LexCacheLayer(CacheLayerMixin):
         if self.is_preallocated or isinstance(counts, torch.Tensor):
             keys, values = append(self.keys, key, self.fill), append(self.values, value, self.fill)
             ends = self.fill + as_tensor(counts, batch.size, key.device)
-            self._store_ring(keys.detach(), values.detach(), ends, first, decay)
+            self.store_ring(keys.detach(), values.detach(), ends, first, decay)
             return keys, values
         if end <= self.keys.shape[2] and not (torch.is_grad_enabled() and key.requires_grad):
             self.keys.narrow(2, self.fill, batch.length).copy_(key)
@@ -239,7 +239,7 @@ class LexCacheLayer(CacheLayerMixin):
             is_stored = torch.arange(self.block, device=key.device) < fills[:, None]
             previous = torch.where(is_stored[:, None, :, None], previous, keys[:, :, : self.block])
             keys = torch.cat((previous, keys[:, :, self.block :]), dim=2)
-        self._store_ring(keys.detach(), values.detach(), fills + batch.counts, first, decay)
+        self.store_ring(keys.detach(), values.detach(), fills + batch.counts, first, decay)
         return keys, values
 
     def width_before(self, batch: Batch) -> int:
@@ -322,7 +322,7 @@ class LexCacheLayer(CacheLayerMixin):
             self.keys[:, :, begin : begin + self.block] = scaled(previous, decay)
         self._place_sinks(first + start)
 
-    def _store_ring(
+    def store_ring(
         self, keys: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, first: Counts, decay: torch.Tensor | None
     ) -> None:
         """Store the last two blocks of each row's text as a ring.

@@ -1,5 +1,6 @@
 """Attention functions: those of transformers, in the one form that plans call, and the reference."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class AttentionFunction:
         value: torch.Tensor,
         mask: torch.Tensor | None,
         causal: bool,
+        ends: Sequence[int] | None = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply attention.
@@ -94,6 +96,7 @@ class AttentionFunction:
             value: As `key`.
             mask: What [`AttentionFunction.mask`] returned.
             causal: Whether the function has to hide keys after their query.
+            ends: How many of the first keys of each row are not masked, if that is known; the others need no reading.
             kwargs: `scaling`, `dropout`, and what else the function takes.
 
         Returns:
@@ -105,8 +108,8 @@ class AttentionFunction:
                 kwargs["position_bias"], mask = mask.expand(*query.shape[:3], key.shape[2]), None
             else:
                 mask = mask.expand(query.shape[0], *mask.shape[1:])
-        if self.implementation == "sdpa" and not causal and suits_float32(query, key, value, **kwargs):
-            return attend_in_float32(query, key, value, mask, scaling=kwargs["scaling"]), None
+        if self.implementation == "sdpa" and not causal and suits_rows(query, key, value, ends, **kwargs):
+            return attend_by_row(query, key, value, mask, ends, scaling=kwargs["scaling"]), None
         output, weights = self.of(module)(module, query, key, value, mask, is_causal=causal, **kwargs)
         # flex_attention returns log-sum-exps in this place.
         return output.transpose(1, 2), weights if weights is not None and weights.dim() == 4 else None
@@ -121,49 +124,56 @@ def additive_mask(seen: torch.Tensor | None, bias: torch.Tensor | None, dtype: t
     return torch.where(_for_all_heads(seen), zero if added is None else added, torch.finfo(dtype).min)
 
 
-def suits_float32(
+def suits_rows(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    ends: Sequence[int] | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     **options: Any,
 ) -> bool:
-    """Return whether [`attend_in_float32`] serves a call and is faster than products in half precision.
+    """Return whether [`attend_by_row`] serves a call and is faster than one product for all rows.
 
-    Those of single queries are slow on CPUs: PyTorch has no kernel of their shape, and takes two to three times as
-    long as with keys and values that are first brought into float32 (`benchmarks/README.md`).
+    Products of single queries in half precision are slow on CPUs: PyTorch has no kernel of their shape, and takes two
+    to three times as long as with keys and values that are first brought into float32. And of rows that have read
+    different numbers of tokens, it would read all slots (`benchmarks/README.md`).
 
     Args:
         query: Shape `(batch, num_heads, query, head_dim)`.
         key: Shape `(batch, num_key_value_heads, key, head_dim)`.
         value: As `key`.
+        ends: See [`attend_by_row`].
         scaling: Factor on the scores.
         dropout: Probability with which a weight becomes zero.
         options: What else an attention function is called with.
     """
     # In this order: reading sizes under a compiler would specialise the graph.
-    if not runs_plainly(query, key, value) or query.shape[2] != 1 or query.dtype not in HALVES:
+    if not runs_plainly(query, key, value) or query.shape[2] != 1 or (ends is None and query.dtype not in HALVES):
         return False
     return scaling is not None and not dropout and all(options.get(name) is None for name in _ACTS)
 
 
-def attend_in_float32(
+def attend_by_row(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    ends: Sequence[int] | None = None,
     *,
     scaling: float,
     scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with one query in each row, in float32, of which only a few heads at a time are in memory.
+    """Attend with one query in each row, row after row, in float32 or float64.
+
+    Keys and values in half precision are brought into float32 a few heads at a time.
 
     Args:
         query: Shape `(batch, num_heads, 1, head_dim)`.
         key: Shape `(batch, num_key_value_heads, key, head_dim)`.
         value: As `key`.
         mask: Boolean, or what is added to scores, broadcastable to `(batch, num_heads, 1, key)`; or `None`.
+        ends: How many of the first keys of each row to read; all by default. The others must be masked.
         scaling: Factor on the scores.
         scales: What a query is multiplied by for each equal part of the keys, shape `(batch, 1, parts, head_dim)`;
             `None` if it meets all as it is.
@@ -172,20 +182,22 @@ def attend_in_float32(
         Shape `(batch, num_heads, 1, head_dim of values)`, dtype of `query`.
     """
     batch, heads, slots, _ = key.shape
-    size = max(1, PART // max(1, key[0, 0].numel()))  # heads of keys in a part
+    exact = torch.promote_types(query.dtype, torch.float32)
     output = query.new_empty((*query.shape[:3], value.shape[3]))
     queries, places = (states.unflatten(1, (heads, -1)).squeeze(3) for states in (query, output))
     added = None if mask is None else mask.expand(batch, query.shape[1], 1, slots).unflatten(1, (heads, -1)).squeeze(3)
     for row in range(batch):
+        end = slots if ends is None else ends[row]
+        size = max(1, PART // (end * key.shape[3]))  # heads of keys in a part
         for first in range(0, heads, size):
             part = (row, slice(first, first + size))
-            asked = queries[part].float() * scaling
+            asked = (queries[part].to(exact) * scaling)[:, :, None]
             if scales is not None:
-                asked = (asked[:, :, None] * scales[row]).transpose(1, 2).flatten(1, 2)
-            scores = _scores(key[part].float(), asked, 1 if scales is None else scales.shape[2])
+                asked = asked * scales[row]
+            scores = _scores(key[part][:, :end].to(exact), asked, slots // asked.shape[2])
             if added is not None:
-                scores = _masked(scores, added[part])
-            places[part] = scores.softmax(dim=-1) @ value[part].float()
+                scores = _masked(scores, added[part][..., :end])
+            places[part] = scores.softmax(dim=-1) @ value[part][:, :end].to(exact)
     return output
 
 
@@ -193,14 +205,20 @@ def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return scores + mask if mask.dtype != torch.bool else scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
 
 
-def _scores(key: torch.Tensor, query: torch.Tensor, parts: int) -> torch.Tensor:
-    """Multiply queries `(heads, parts * group, head_dim)`, of each the one for a part of the keys, with these keys.
+def _scores(key: torch.Tensor, query: torch.Tensor, width: int) -> torch.Tensor:
+    """Multiply keys with queries, of which there is one for each part of the keys.
+
+    Args:
+        key: Shape `(heads, key, head_dim)`.
+        query: Shape `(heads, group, parts, head_dim)`.
+        width: Number of keys in a part.
 
     Returns:
         Shape `(heads, group, key)`.
     """
-    products = key.unflatten(1, (parts, -1)) @ query.unflatten(1, (parts, -1)).transpose(2, 3)
-    return products.flatten(1, 2).transpose(1, 2)
+    parts = zip(key.split(width, dim=1), query.unbind(2), strict=False)
+    products = [keys @ queries.transpose(1, 2) for keys, queries in parts]
+    return (products[0] if len(products) == 1 else torch.cat(products, dim=1)).transpose(1, 2)
 
 
 def _for_all_heads(seen: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,8 @@
 """Generation with a LEX model: its cache, and what of a step is compiled."""
 
+import importlib
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -125,12 +127,33 @@ class LexGenerationMixin(GenerationMixin):
         return call
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse paged caches.
+        """Make what generates for many requests at once; see [`lex_hf.inference.batching.BlockBatchingManager`].
 
         Raises:
-            NotImplementedError: Always; says what to use.
+            ImportError: If lex_hf is not installed.
         """
-        raise NotImplementedError(
-            "Continuous batching uses a paged cache, and paged caches do not support blocks. The cache of a LEX model "
-            "has a constant size, so nothing is won by paging: call generate() with a left-padded batch."
-        )
+        return continuous_batching().init(self, *args, **kwargs)
+
+    def generate_batch(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Generate for a list of prompts of any lengths; see [`lex_hf.inference.batching.generate_batch`].
+
+        Raises:
+            ImportError: If lex_hf is not installed.
+        """
+        return continuous_batching().generate_batch(self, *args, **kwargs)
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        """Stop the manager that `generate_batch(…, persistent_manager=True)` kept."""
+        continuous_batching().destroy_kept(self)
+
+
+def continuous_batching() -> ModuleType:
+    """Import what is not saved with a model.
+
+    Raises:
+        ImportError: If lex_hf is not installed.
+    """
+    try:
+        return importlib.import_module("lex_hf.inference.batching")
+    except ModuleNotFoundError as error:
+        raise ImportError("Continuous batching is part of lex_hf: pip install lex-hf") from error

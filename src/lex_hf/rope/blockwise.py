@@ -13,6 +13,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from lex_hf.errors import plain
+from lex_hf.model.generation_lex import LexGenerationMixin
 from lex_hf.model.masking_lex import BlockwisePattern
 from lex_hf.rope import probe
 from lex_hf.rope import turns as turning
@@ -22,6 +23,7 @@ from lex_hf.rope.reader import ModelFunction, Reader
 logger = logging.get_logger(__name__)
 
 _ATTRIBUTE = "_lex_hf_blockwise"
+_BATCHING = ("init_continuous_batching", "generate_batch", "destroy_cached_continuous_batching_manager")
 _CHECKED_TOKENS = 11  # more than five blocks of the two tokens with which a model is tried
 _SHIFTED_TOKENS, _SHIFT = 4, 3
 _REFUSAL = "cannot be made blockwise"
@@ -68,7 +70,7 @@ def blockwise(
     _check_kind(model)
     config = model.config.get_text_config()
     length = training_length_of(config, training_length)
-    pattern = _pattern(length, sinks)
+    pattern = pattern_of(length, sinks)
     function = ModelFunction(config._attn_implementation)
     with _refused(model, "reading a few tokens through transformers' attention interface failed"):
         seen = probe.examine(model, function.of)
@@ -100,6 +102,8 @@ def blockwise(
     # Too late with the first forward pass: before it, `generate` tells caches that tokens will be taken back.
     prepare = model._prepare_cache_for_generation
     model._prepare_cache_for_generation = partial(reader.prepare_cache, model, prepare)
+    for name in _BATCHING:
+        setattr(model, name, partial(getattr(LexGenerationMixin, name), model))
     setattr(decoder, _ATTRIBUTE, (reader, angles))
     return model
 
@@ -118,7 +122,8 @@ def restore(model: _Model) -> _Model:
         each.remove()
     decoder.config._attn_implementation_internal = reader.implementation
     for module in model.modules():  # the model itself, or one that it wraps
-        vars(module).pop("_prepare_cache_for_generation", None)
+        for name in ("_prepare_cache_for_generation", *_BATCHING):
+            vars(module).pop(name, None)
     delattr(decoder, _ATTRIBUTE)
     return model
 
@@ -235,8 +240,8 @@ def training_length_of(config: Any, given: int | None = None) -> int:
     return length
 
 
-def _pattern(length: int, sinks: int) -> BlockwisePattern:
-    """Return the attention pattern of a training length.
+def pattern_of(length: int, sinks: int) -> BlockwisePattern:
+    """Return the attention pattern of a training length in tokens, with so many sinks.
 
     Raises:
         ValueError: If there are as many sinks as tokens in a block, or the number is impossible.
