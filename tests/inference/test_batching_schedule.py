@@ -29,6 +29,7 @@ WISHES: tuple[dict[str, Any], ...] = (
     {"do_sample": True},
     {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
     {"do_sample": True, "min_p": 0.05, "repetition_penalty": 1.3},
+    {"do_sample": True, "top_k": 0},
 )
 
 
