@@ -57,7 +57,7 @@ hf-tests: $(VENV)/.installed-dev ## transformers' own shared tests over the LEX 
 
 client-tests: $(VENV)/.installed-dev ## PEFT, TRL, torchao, an HTTP server: installs them
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,clients,serve]'
-	$(BIN)/python -m pytest tests/inference/test_clients_extra.py
+	$(BIN)/python -m pytest tests/inference/test_clients_extra.py tests/inference/test_serving*.py
 
 benchmark: $(VENV)/.installed-dev ## time and memory beside other models, on a quiet machine
 	$(BIN)/python benchmarks/run.py

@@ -161,8 +161,8 @@ def test_a_real_machine_has_memory_and_bandwidth(monkeypatch: pytest.MonkeyPatch
         (["lex", "--dry-run", "--bandwidth", "fast"], "--bandwidth fast: it must be"),
         (["lex", "--dry-run", "--bandwidth", "0GB/s"], "between 1 byte and 2^60"),
         (["lex", "--dry-run", "--device-memory", "9999999PB"], "between 1 byte and 2^60"),
-        (["lex", "--dry-run", "--log-level", "info"], "--log-level: of the options of transformers serve, only"),
-        (["lex", "--dry-run", "--dtype"], "--dtype needs a value"),
+        (["lex", "--dry-run", "--log-level", "info"], "--log-level has no effect with --dry-run"),
+        (["lex", "--dry-run", "--max-new-tokens", 3], "--max-new-tokens has no effect with --dry-run"),
         (["lex", "--dry-run", "--dtype", "int4", *DEVICE], "dtype = 'int4': it must be one of float32, "),
         (["lex", "--dry-run", "--device", "cuda:99"], "device = 'cuda:99': torch finds"),
         (["lex", "--dry-run", "--blockwise", "8", *DEVICE], "A LEX model has blocks of its own"),
@@ -177,7 +177,7 @@ def test_a_real_machine_has_memory_and_bandwidth(monkeypatch: pytest.MonkeyPatch
         ),
         (["broken", "--dry-run", *DEVICE], "the configuration of a model (config.json) from 'broken'"),
         (["odd", "--dry-run", *DEVICE], "must be a multiple of num_attention_heads"),
-        (["--dtype", "--dry-run", *DEVICE], "--dtype is an option, not a MODEL"),
+        (["--dry-run", *DEVICE, "--", "--model"], "--model is an option, not a MODEL"),
     ],
 )
 def test_nonsense_is_a_sentence(arguments: list[str], message: str) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 from helpers.models import tiny_model
 from helpers.perplexity import TOKENIZER, lex
-from helpers.serving import model_manager
 from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
@@ -223,29 +222,6 @@ def test_pickles_are_not_recommended(folder: Path) -> None:
     with pytest.raises(ValueError, match="Other pickles are not loaded, because they can run code") as caught:
         load_for_evaluation(str(folder), device="cpu")
     assert "weights_only" not in str(caught.value)
-
-
-def test_serve_refuses(renamed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manager = model_manager()
-    # Set here to be taken back after the test.
-    monkeypatch.setattr(manager.transformers, "LexForCausalLM", None, raising=False)
-    monkeypatch.setattr(manager.ModelManager, "get_gen_models", None)
-    monkeypatch.setattr("lex_hf.inference.serve.is_serve_available", lambda: True)
-    started: list[str] = []
-
-    def server(force_model: str, host: str = "", port: int = 0) -> None:
-        started.append(force_model)
-
-    monkeypatch.setattr("transformers.cli.serve.Serve", server)
-    result = CliRunner().invoke(app, ["serve", str(renamed)])
-    assert result.exit_code == 1
-    assert "lacks 1 of the weights of LexForCausalLM" in " ".join(result.stderr.split())
-    for name, content in (("tokenizer.json", "{}"), ("config.json", "[]")):
-        (renamed / name).write_text(content)
-        result = CliRunner().invoke(app, ["serve", str(renamed)])
-        assert result.exit_code == 1
-        assert "is not a folder or Hub id of a model with its tokenizer: " in " ".join(result.stderr.split())
-    assert not started
 
 
 def test_the_task_for_the_harness_refuses(renamed: Path, tmp_path: Path) -> None:

@@ -16,23 +16,18 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from datasets import Dataset
 from helpers.models import needs_whole_graphs, random_ids, tiny_model
-from helpers.serving import model_manager
 from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import (
     AsyncTextIteratorStreamer,
-    AutoModel,
     AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
     DataCollatorWithFlattening,
     TextIteratorStreamer,
     Trainer,
     TrainingArguments,
     pipeline,
 )
-from typer.testing import CliRunner
 
 from lex_hf import LexCache, LexForCausalLM, LexStaticCache
-from lex_hf.cli.commands import app
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.model.versions_lex import HYBRIDS_TAKE_BACK
 
@@ -329,66 +324,3 @@ class TestCompile:
         model.zero_grad()
         loss.backward()
         return loss.detach(), {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-
-class TestServe:
-    """What `lex-hf serve` starts, and says when it cannot; real requests are in test_clients_extra.py."""
-
-    @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
-        byte_model().save_pretrained(tmp_path)
-        byte_tokenizer().save_pretrained(tmp_path)
-        return tmp_path
-
-    def serve(self, *arguments: object) -> str:
-        result = CliRunner().invoke(app, ["serve", *map(str, arguments)])
-        assert result.exit_code == 1, result.output
-        assert "Traceback" not in result.output
-        return " ".join(result.output.split())
-
-    def test_starts_the_server_of_transformers(
-        self, folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-    ) -> None:
-        manager = model_manager()
-        # Set here to be taken back after the test.
-        monkeypatch.setattr(manager.transformers, "LexForCausalLM", None, raising=False)
-        monkeypatch.setattr(manager.ModelManager, "get_gen_models", None)
-        monkeypatch.setattr("lex_hf.inference.serve.is_serve_available", lambda: True)
-        started: list[tuple[Any, ...]] = []
-
-        def server(force_model: str, host: str = "", port: int = 0, device: str = "", compile: bool = False) -> None:
-            started.append((force_model, host, port, device, compile))
-
-        monkeypatch.setattr("transformers.cli.serve.Serve", server)
-        command = ["serve", str(folder), "--device", "cpu", "--port", "8001", "--compile"]
-        for template in (False, True):
-            caplog.clear()
-            assert CliRunner().invoke(app, command).exit_code == 0
-            assert ("has no chat template: completions work, chat does not" in caplog.text) is not template
-            (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
-        assert started == [(str(folder), "localhost", 8001, "cpu", True)] * 2
-        assert manager.transformers.LexForCausalLM is LexForCausalLM
-        assert [model["id"] for model in manager.ModelManager.get_gen_models()] == [str(folder)]
-        unknown = CliRunner().invoke(app, [*command, "--flavour", "sweet"])
-        assert unknown.exit_code == 2
-        assert "No such option: --flavour" in unknown.output
-
-    def test_without_its_packages(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("lex_hf.inference.serve.is_serve_available", lambda: False)
-        assert self.serve(folder) == "Error: Serving needs more packages: pip install 'lex-hf[serve]'"
-
-    @pytest.mark.parametrize("options", [["--continuous-batching"], ["--device", "cpu", "--cb-block-size=16"]])
-    def test_continuous_batching(self, folder: Path, options: list[str]) -> None:
-        said = self.serve(folder, *options)
-        assert said.startswith(f"Error: {options[-1]}: continuous batching uses paged caches")
-        assert "call model.generate() with a left-padded batch" in said
-
-    def test_what_is_no_model_that_generates(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("lex_hf.inference.serve.is_serve_available", lambda: True)
-        assert "--device is an option, not a MODEL" in self.serve("--device", "cpu", folder)
-        absent = folder / "absent"
-        assert f"{absent} is not a folder or Hub id of a model" in self.serve(absent)
-        for auto in (AutoModel, AutoModelForSequenceClassification):
-            model = auto.from_config(byte_model().config)
-            model.save_pretrained(folder)
-            assert f"{folder} holds {type(model).__name__}, which cannot be served" in self.serve(folder)

@@ -23,6 +23,7 @@ import torch
 from datasets import Dataset
 from helpers.models import random_ids, tiny_model
 from helpers.rope_models import rope_model
+from helpers.serving import chat_tokenizer, letter_model, needs_server
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from lex_hf import LexForCausalLM, PackedWeightsConfig, blockwise
@@ -231,22 +232,8 @@ class TestTorchao:
         assert torch.equal(logits_of(loaded), logits)
 
 
-TEMPLATE = (
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
 QUESTION = "Is there a test?"
 PROMPT = f"user: {QUESTION}\nassistant: "
-
-
-def letter_model() -> LexForCausalLM:
-    """A model of bytes that writes small letters only, which no terminal changes."""
-    model = tiny_model(**BYTES)
-    with torch.no_grad():
-        model.model.norm.weight[0], model.model.norm.bias[0] = 0, 1
-        model.lm_head.weight[:, 0] = -1000
-        model.lm_head.weight[ord("a") : ord("z") + 1, 0] = 0
-    return model
 
 
 def answers(url: str) -> bool:
@@ -260,13 +247,11 @@ def answers(url: str) -> bool:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     """A server of the model in `folder` at `url`, in a home where nothing was ever downloaded."""
-    for package in ("fastapi", "uvicorn", "openai", "pydantic"):
-        pytest.importorskip(package)
+    needs_server()
     place = tmp_path_factory.mktemp("server")
-    folder, tokenizer = place / "model", byte_tokenizer()
+    folder = place / "model"
     letter_model().save_pretrained(folder)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(folder)
+    chat_tokenizer().save_pretrained(folder)
     with serving(place) as url:
         yield SimpleNamespace(url=url, folder=folder, model=letter_model())
 

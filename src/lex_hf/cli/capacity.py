@@ -1,10 +1,10 @@
 """`lex-hf serve --dry-run`: what a device holds and what its bandwidth allows, on paper."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -35,7 +35,8 @@ Bandwidth = Annotated[
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([kKMGTP]?)(i?)B", re.ASCII)
 _POWERS = {prefix: power for power, prefix in enumerate(("", "K", "M", "G", "T", "P"))}
 _MOST = 2**60
-_VALUES, _SWITCHES = ("--dtype", "--device"), ("--trust-remote-code", "--no-trust-remote-code")
+_OWN = {"dry_run", "device_memory", "bandwidth", "as_json"}
+_USED = {"model", "blockwise", "sinks", "device", "dtype", "trust_remote_code"} | _OWN
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 
@@ -71,7 +72,10 @@ class Asked:
     bandwidth: str | None
     blockwise: str | None
     sinks: int
-    arguments: Sequence[str]  # further options, those of `transformers serve`
+    device: str | None
+    dtype: str | None
+    trust_remote_code: bool
+    given: Collection[str]  # names of all parameters that were typed
 
 
 def dry_run(asked: Asked, *, is_wanted: bool, as_json: bool) -> None:
@@ -95,26 +99,15 @@ def dry_run(asked: Asked, *, is_wanted: bool, as_json: bool) -> None:
         _print(console, asked.model, found, sources)
 
 
-def _serving_options(model: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Read those options of `transformers serve` that matter here, and refuse all others."""
-    if model.startswith("-"):
-        raise ValueError(f"{model} is an option, not a MODEL: give lex-hf serve MODEL, and then the options.")
-    given: dict[str, Any] = {}
-    rest = list(arguments)
-    while rest:
-        name, equals, value = rest.pop(0).partition("=")
-        if name in _SWITCHES and not equals:
-            given["trust_remote_code"] = name == _SWITCHES[0]
-        elif name not in _VALUES:
+def _check_options(asked: Asked) -> None:
+    """Refuse options that have no effect on figures."""
+    if asked.model.startswith("-"):
+        raise ValueError(f"{asked.model} is an option, not a MODEL: give lex-hf serve MODEL, and then the options.")
+    for name in asked.given:
+        if name not in _USED:
             raise ValueError(
-                f"{name}: of the options of transformers serve, only --dtype, --device and --trust-remote-code have "
-                "an effect with --dry-run; leave it out."
+                f"--{name.replace('_', '-')} has no effect with --dry-run, which serves nothing; leave it out."
             )
-        elif equals or rest:
-            given[name.removeprefix("--")] = value if equals else rest.pop(0)
-        else:
-            raise ValueError(f"{name} needs a value.")
-    return given
 
 
 def _compute(asked: Asked) -> "tuple[Capacity, dict[str, str]]":
@@ -125,24 +118,25 @@ def _compute(asked: Asked) -> "tuple[Capacity, dict[str, str]]":
     from lex_hf.inference import machine
     from lex_hf.inference.capacity import capacity
 
-    blocks, given = options.blocks(asked.blockwise, asked.sinks), _serving_options(asked.model, asked.arguments)
+    _check_options(asked)
+    blocks = options.blocks(asked.blockwise, asked.sinks)
     memory = None if asked.device_memory is None else parse_size(asked.device_memory, "--device-memory")
     speed: float | None = None
     if asked.bandwidth is not None:
         speed = parse_size(asked.bandwidth, "--bandwidth", per_second=True)
     name, _, revision = asked.model.partition("@")
-    trust, sources = given.get("trust_remote_code", False), {}
+    trust, sources = asked.trust_remote_code, dict[str, str]()
     with explained(asked.model, "the configuration of a model (config.json)"):
         config = AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=trust)
     if memory is None or speed is None:
-        device = machine.device_of(given.get("device"))
+        device = machine.device_of(asked.device)
         there = machine.memory_of(device)
         if memory is None:
             memory, sources["device_memory"] = there, f"{machine.HOW_MEMORY_IS_FOUND[device.type]} ({device})"
         if speed is None:
             speed = machine.measure_bandwidth(device, there)
             sources["bandwidth"] = f"{machine.HOW_BANDWIDTH_IS_MEASURED} ({device})"
-    settings = {"dtype": given.get("dtype"), "trust_remote_code": trust, **blocks}
+    settings = {"dtype": asked.dtype, "trust_remote_code": trust, **blocks}
     return capacity(config, device_memory=memory, bandwidth=speed, **settings), sources
 
 

@@ -28,9 +28,6 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "serve": generating.serve,
     "card": hub.card,
 }
-_SETTINGS: dict[str, dict[str, Any]] = {
-    "serve": {"allow_extra_args": True, "ignore_unknown_options": True},  # those of transformers serve
-}
 
 
 class _Group(TyperGroup):
@@ -69,4 +66,4 @@ def common(
 
 
 for _name, _command in _COMMANDS.items():
-    app.command(_name, context_settings=_SETTINGS.get(_name))(_command)
+    app.command(_name)(_command)

@@ -1,6 +1,8 @@
 """Generation: generate, serve."""
 
+import enum
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -22,6 +24,15 @@ from lex_hf.cli.options import (
     typed,
 )
 from lex_hf.cli.printing import print_json, session
+
+
+class LogLevel(enum.StrEnum):
+    """Levels of a server's log."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
 
 
 def generate(
@@ -76,32 +87,92 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.")] = 8000,
     blockwise: Blockwise = None,
     sinks: Sinks = 0,
+    device: Device = None,
+    dtype: Dtype = None,
+    weights: Weights = None,
+    attn_implementation: Annotated[str | None, typer.Option(help="Attention function, e.g. sdpa.")] = None,
+    trust_remote_code: Trust = False,
+    compile: Annotated[bool, typer.Option(help="Compile the steps before listening.")] = False,
+    rows: Annotated[
+        int | None,
+        typer.Option(min=1, max=MOST, help="Requests written at once; as many as memory allows by default."),
+    ] = None,
+    piece: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Tokens of prompts read between two steps, at most.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=LARGEST_SEED, help="Seed of sampling for requests without one.")
+    ] = None,
+    max_waiting: Annotated[
+        int, typer.Option(min=0, max=MOST, help="Requests that may wait for a row; further ones are answered 429.")
+    ] = 128,
+    max_body_bytes: Annotated[str, typer.Option(help="Longest body of a request, e.g. 8MiB.")] = "8MiB",
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Longest prompt; 1,000,000 by default.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Longest answer; 32,768 by default.")
+    ] = None,
+    session_bytes: Annotated[
+        str | None,
+        typer.Option(help="Memory, or disk, for caches from which chats go on, e.g. 2GiB; by default none."),
+    ] = None,
+    session_folder: Annotated[Path | None, typer.Option(help="Keep them there; in memory by default.")] = None,
+    allowed_host: Annotated[
+        list[str] | None, typer.Option(help="Further name of the server, or '*' for any; several times.")
+    ] = None,
+    enable_cors: Annotated[bool, typer.Option(help="Let pages of any origin use the server.")] = False,
+    chat_template_kwargs: Annotated[
+        str | None, typer.Option(help="Variables of the chat template as JSON, e.g. '{\"enable_thinking\": false}'.")
+    ] = None,
+    grace: Annotated[
+        float, typer.Option(min=0, callback=finite, help="Seconds in which requests may finish when it is stopped.")
+    ] = 30.0,
+    log_level: Annotated[LogLevel, typer.Option(help="Level of the log of HTTP requests.")] = LogLevel.INFO,
+    continuous_batching: Annotated[bool, typer.Option(hidden=True, help="As always.")] = False,
     dry_run: capacity.DryRun = False,
     device_memory: capacity.DeviceMemory = None,
     bandwidth: capacity.Bandwidth = None,
     as_json: Json = False,
-    weights: Weights = None,
 ) -> None:
-    """Serve a model over HTTP, for `transformers chat` and OpenAI's clients; Ctrl-C ends it.
+    """Serve a model over HTTP, for `transformers chat` and OpenAI's clients, many requests at once.
 
-    All further options, after MODEL, are those of `transformers serve`, which `transformers serve --help` explains;
-    needs pip install 'lex-hf[serve]'. --dry-run needs neither that nor weights.
+    Ctrl-C lets requests finish, a second one ends them. Needs pip install 'lex-hf[serve]'; --dry-run needs neither
+    that nor weights.
     """
     if dry_run or as_json or device_memory is not None or bandwidth is not None:
-        asked = capacity.Asked(model, device_memory, bandwidth, blockwise, sinks, context.args)
+        # By name: older versions of typer have it of click, newer ones of their own copy.
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+        asked = capacity.Asked(
+            model, device_memory, bandwidth, blockwise, sinks, device, dtype, trust_remote_code, given
+        )
         capacity.dry_run(asked, is_wanted=dry_run, as_json=as_json)
         return
     from lex_hf.inference import serve as server
 
     with session():
-        packed = options.packing(weights).get("quantization_config")
         server.serve(
             model,
             host=host,
             port=port,
-            **options.blocks(blockwise, sinks),
-            quantization_config=packed,
-            options=context.args,
+            **options.loading(device, dtype, trust_remote_code, blockwise, sinks) | options.packing(weights, device),
+            attn_implementation=attn_implementation,
+            compile=compile,
+            rows=rows,
+            piece=piece,
+            seed=seed,
+            max_waiting=max_waiting,
+            max_body_bytes=capacity.parse_size(max_body_bytes, "--max-body-bytes"),
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+            session_bytes=0 if session_bytes is None else capacity.parse_size(session_bytes, "--session-bytes"),
+            session_folder=session_folder,
+            allowed_hosts=allowed_host or (),
+            enable_cors=enable_cors,
+            chat_template_kwargs=options.json_object(chat_template_kwargs, "--chat-template-kwargs"),
+            grace=grace,
+            log_level=log_level.value,
         )
 
 

@@ -1,5 +1,6 @@
 """Arguments and options that several commands share."""
 
+import json
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,6 +69,21 @@ def packing(weights: str | None, device: str | None = None) -> dict[str, Any]:
     from lex_hf.inference.packed_weights import PackedWeightsConfig
 
     return {"device": "cpu", "quantization_config": PackedWeightsConfig(int(weights.removeprefix("int")))}
+
+
+def json_object(text: str | None, option: str) -> dict[str, Any]:
+    """Read an object of JSON; none is an empty one.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    try:
+        value = {} if text is None else json.loads(text)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} {text}: it must be an object of JSON, e.g. '{{\"enable_thinking\": false}}'.")
+    return value
 
 
 Model = Annotated[str, typer.Argument(help="Folder or Hub id of a model with its tokenizer.")]

@@ -1,24 +1,27 @@
-"""A model served over HTTP by `transformers serve`, which otherwise knows only transformers' own classes."""
+"""A model served over HTTP: loaded, put behind transformers' server, and run until it is told to stop."""
 
-import importlib
-import time
-from collections.abc import Callable, Sequence
+import inspect
+import socket
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal
 
-import typer
-from transformers import AutoConfig, AutoTokenizer
+from transformers import CompileConfig, PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 from transformers.utils.import_utils import is_serve_available
 
-from lex_hf.errors import plain
-from lex_hf.evaluation.loading import check_checkpoint
+from lex_hf.evaluation.loading import load_for_evaluation
+from lex_hf.inference.batching import BlockBatchingManager
 from lex_hf.inference.packed_weights import PackedWeightsConfig
-from lex_hf.model.modeling_lex import LexForCausalLM
-from lex_hf.rope.blockwise import blockwise as read_in_blocks
+from lex_hf.inference.serving.limits import ServingLimits
+from lex_hf.rope.blockwise import reader_of
 
 logger = logging.get_logger(__name__)
+
+_HERE = ("localhost", "127.0.0.1", "::1")
+_EVERYWHERE = ("", "0.0.0.0", "::")
 
 
 def serve(
@@ -28,91 +31,104 @@ def serve(
     port: int = 8000,
     blockwise: int | Literal["auto"] | None = None,
     sinks: int = 0,
+    device: str | None = None,
+    dtype: str | None = None,
+    attn_implementation: str | None = None,
     quantization_config: PackedWeightsConfig | None = None,
-    options: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    compile: bool = False,
+    rows: int | None = None,
+    piece: int | None = None,
+    seed: int | None = None,
+    max_waiting: int | None = None,
+    max_body_bytes: int | None = None,
+    max_prompt_tokens: int | None = None,
+    max_new_tokens: int | None = None,
+    session_bytes: int = 0,
+    session_folder: str | Path | None = None,
+    allowed_hosts: Collection[str] = (),
+    enable_cors: bool = False,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    grace: float = 30.0,
+    log_level: str = "info",
 ) -> None:
-    """Serve a model with an API like OpenAI's, until the process is interrupted.
+    """Serve a model with an API like OpenAI's, until the process is told to stop.
 
-    Chat, completions, both with streaming, and the list of models, which holds this one. `transformers chat MODEL
-    http://HOST:PORT` and OpenAI's clients talk to it. Requests are answered one after the other, each with a cache of
-    constant size.
+    Chat, completions, both with streaming, the list of models, which holds this one, health, and metrics.
+    `transformers chat MODEL http://HOST:PORT` and OpenAI's clients talk to it. Requests run at once, in the rows of
+    one batch, and each gets the answer that it would get alone.
 
     Args:
-        model: Folder or Hub id of a causal language model with its tokenizer, LEX or one of transformers' own;
-            `id@revision` names a revision. Chat needs a tokenizer with a chat template.
+        model: Folder or Hub id of a causal language model with its tokenizer, LEX or with rotary positions and
+            `blockwise`; `id@revision` names a revision. Chat needs a tokenizer with a chat template.
         host: Address to listen on.
         port: Port to listen on.
         blockwise: Training length with which a model with rotary positions reads in blocks, in tokens; `"auto"` takes
-            it from the configuration, `None` leaves the model as it is. See [`lex_hf.blockwise`].
+            it from the configuration. See [`lex_hf.blockwise`].
         sinks: Tokens at the start of a text that a model that reads in blocks sees from everywhere.
+        device: Device of the model; a GPU if there is one.
+        dtype: Dtype of the weights, or its name; that of the checkpoint by default.
+        attn_implementation: Attention function; transformers' choice by default.
         quantization_config: How weights are packed; `None` leaves them as they are.
-        options: Further options of the command `transformers serve`, as typed, e.g. `["--device", "cuda:1"]`.
+        trust_remote_code: Whether code that comes with the model may run.
+        compile: Whether steps are compiled, before the server listens.
+        rows: Requests that are written at once; by default as many as memory allows, at most 32 on a CPU, else 256.
+        piece: Tokens of prompts that are read between two steps at most, which bounds how long answers pause for a
+            prompt.
+        seed: Seed of requests without one; by default another one each time.
+        max_waiting: Requests that may wait for a row; further ones are answered 429. See [`ServingLimits`], also for
+            the other limits.
+        max_body_bytes: Bytes of the body of a request at most.
+        max_prompt_tokens: Tokens of a prompt at most.
+        max_new_tokens: Tokens of an answer at most.
+        session_bytes: Bytes for what finished requests leave behind, from which a longer text, e.g. of a chat, goes
+            on; 0 keeps nothing.
+        session_folder: Where to keep it, and share it with other servers of the same model; by default in memory.
+        allowed_hosts: Names by which the server may be called, beside IP addresses, `host` and, if it listens on all
+            addresses, the name of the machine; `*` for any.
+        enable_cors: Whether pages of any origin may use the server from a browser.
+        chat_template_kwargs: Variables of the chat template, which requests may override.
+        grace: Seconds in which running requests may finish when the server is told to stop.
+        log_level: Level of the log of HTTP requests.
 
     Raises:
-        ImportError: If the packages of the extra `serve` are not installed; the message says how to get them.
-        ValueError: For continuous batching, which LEX does not support, or a model that is missing, cannot be
-            served, or lacks weights.
+        ImportError: If the packages of the extra `serve` are not installed, or transformers is too old; the message
+            says how to get them.
+        ValueError: If a limit is impossible, or the model is missing, lacks weights, or cannot be served.
     """
-    _check_options(model, options)
-    if not is_serve_available():
-        raise ImportError("Serving needs more packages: pip install 'lex-hf[serve]'")
-    # Not `import transformers...`: the server looks models up in its own module object.
-    manager = importlib.import_module("transformers.cli.serving.model_manager")
-    manager.transformers.LexForCausalLM = LexForCausalLM
-    _check_model(model, manager)
-    if blockwise is not None:
-        manager.ModelManager._load_model = _in_blocks(manager.ModelManager._load_model, blockwise, sinks)
-    if quantization_config is not None:
-        manager.ModelManager.get_quantization_config = lambda self: quantization_config
-    # Its own list is that of the Hub's cache; a server of one model serves none of those.
-    entry = {"id": model, "object": "model", "owned_by": "", "created": int(time.time())}
-    manager.ModelManager.get_gen_models = staticmethod(lambda cache_dir=None: [entry])
-
-    command = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
-    command.command()(importlib.import_module("transformers.cli.serve").Serve)
-    arguments = [model, "--host", host, "--port", str(port), *options]
-    command(arguments, prog_name="lex-hf serve", standalone_mode=False)
-
-
-def _in_blocks(load: Callable[..., Any], length: int | Literal["auto"], sinks: int) -> Callable[..., Any]:
-    """Return what loads a model and makes it blockwise."""
-
-    def load_in_blocks(*args: Any, **kwargs: Any) -> Any:
-        return read_in_blocks(load(*args, **kwargs), None if length == "auto" else length, sinks=sinks)
-
-    return load_in_blocks
-
-
-def _check_options(model: str, options: Sequence[str]) -> None:
-    """Refuse options that cannot work, before anything is loaded."""
-    if model.startswith("-"):
-        raise ValueError(f"{model} is an option, not a MODEL: give lex-hf serve MODEL, and then the options.")
-    for option in options:
-        if option.startswith(("--continuous-batching", "--cb-")):
-            raise ValueError(
-                f"{option}: continuous batching uses paged caches, which do not support blocks. Leave it out: "
-                "requests are then answered one after the other. For many prompts at once, call model.generate() "
-                "with a left-padded batch."
-            )
-
-
-def _check_model(model: str, manager: ModuleType) -> None:
-    """Refuse models on which the server would fail with a traceback; warn if it cannot chat."""
+    _check(model, grace)
+    given = {
+        "max_waiting": max_waiting,
+        "max_body_bytes": max_body_bytes,
+        "max_prompt_tokens": max_prompt_tokens,
+        "max_new_tokens": max_new_tokens,
+    }
+    limits = ServingLimits(
+        **{name: value for name, value in given.items() if value is not None},
+        hosts=_hosts(host, allowed_hosts),
+    )
     name, _, revision = model.partition("@")
-    try:
-        config = AutoConfig.from_pretrained(name, revision=revision or "main")
-        tokenizer = AutoTokenizer.from_pretrained(name, revision=revision or "main")
-    except Exception as error:  # damaged files make the libraries raise anything
-        raise ValueError(f"{model} is not a folder or Hub id of a model with its tokenizer: {plain(error)}") from error
-    architecture = (config.architectures or ["no architecture"])[0]
-    known = getattr(manager.transformers, architecture, None)
-    if known is None or not known.can_generate():
-        raise ValueError(
-            f"{model} holds {architecture}, which cannot be served: it must be LexForCausalLM or another model of "
-            "transformers that generates."
-        )
-    if getattr(config, "quantization_config", None) is None:  # such weights have other names and shapes
-        check_checkpoint(known, name, revision=revision or "main")
+    options = {
+        "revision": revision or None,
+        "attn_implementation": attn_implementation,
+        "quantization_config": quantization_config,
+    }
+    network, tokenizer = load_for_evaluation(
+        name,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        blockwise=blockwise,
+        sinks=sinks,
+        **{key: value for key, value in options.items() if value is not None},
+    )
+    config = ContinuousBatchingConfig(max_requests_per_batch=rows, max_batch_tokens=piece, seed=seed)
+    if compile:
+        config.decode_compile_config = CompileConfig(dynamic=False)
+    hints = None
+    if max_prompt_tokens and max_new_tokens:
+        hints = WorkloadHints(max_prompt_length=max_prompt_tokens, max_generated_length=max_new_tokens)
+    manager = _manager(model, network, config, hints, session_bytes=session_bytes, session_folder=session_folder)
     if tokenizer.chat_template is None:
         where = f"{name}/chat_template.jinja" if Path(name).is_dir() else "tokenizer.chat_template, and save it"
         logger.warning(
@@ -120,3 +136,75 @@ def _check_model(model: str, manager: ModuleType) -> None:
             model,
             where,
         )
+    # Here, and not above: their packages may be missing.
+    from lex_hf.inference.serving.app import build_app
+    from lex_hf.inference.serving.server import run
+
+    app = build_app(
+        model,
+        network,
+        tokenizer,
+        manager,
+        limits,
+        chat_template_kwargs=chat_template_kwargs,
+        enable_cors=enable_cors,
+    )
+    logger.warning("%d requests at once; %.1f MiB a row.", manager.rows.size, manager.rows.row_bytes / 2**20)
+    run(app, host, port, grace, log_level)
+
+
+def _check(model: str, grace: float) -> None:
+    """Refuse what cannot work, before anything is loaded."""
+    if model.startswith("-"):
+        raise ValueError(f"{model} is an option, not a MODEL: give lex-hf serve MODEL, and then the options.")
+    if not 0 <= grace < float("inf"):
+        raise ValueError(f"grace = {grace}: it must be a number of seconds, at least 0.")
+    if not is_serve_available():
+        raise ImportError("Serving needs more packages: pip install 'lex-hf[serve]'")
+    try:
+        from transformers.cli.serving.server import build_server
+
+        known = set(inspect.signature(build_server).parameters)
+    except ImportError:
+        known = set()
+    if not {"chat_handler", "completion_handler", "generation_state", "enable_cors"} <= known:
+        raise ImportError("Serving needs a newer transformers than this: pip install -U 'transformers[serving]'")
+
+
+def _manager(
+    name: str, model: PreTrainedModel, config: ContinuousBatchingConfig, hints: WorkloadHints | None, **options: Any
+) -> BlockBatchingManager:
+    """Make the batch.
+
+    Raises:
+        ValueError: If the model cannot be served.
+    """
+    if model.config.model_type != "lex" and reader_of(model) is None:
+        raise ValueError(
+            f"{name} is {type(model).__name__}, which does not read in blocks: give --blockwise auto, with which its "
+            f"cache has a constant size; or serve it as it is with transformers serve {name}."
+        )
+    try:
+        manager = BlockBatchingManager(model, None, config, hints, **options)
+    except ValueError as error:
+        if "workload_hints" not in str(error):
+            raise
+        raise ValueError(
+            f"{name} has layers with full attention, whose caches grow with the text: say how long texts become, with "
+            "--max-prompt-tokens and --max-new-tokens."
+        ) from error
+    if config.decode_compile_config is not None:
+        manager.warmup()
+    return manager
+
+
+def _hosts(host: str, allowed: Collection[str]) -> set[str] | None:
+    """Return the names by which a server may be called; `None` for any."""
+    if "*" in allowed:
+        return None
+    names = {host, *allowed}
+    if host in (*_HERE, *_EVERYWHERE):
+        names |= set(_HERE)
+    if host in _EVERYWHERE:
+        names |= {socket.gethostname(), socket.getfqdn()}
+    return {name.lower().rstrip(".") for name in names}

@@ -114,6 +114,7 @@ class BlockBatchingManager:
         seed: int | None = None,
         tokenizer: Any = None,
         generation_config: GenerationConfig | None = None,
+        logits_processor: Sequence[Any] = (),
         **settings: Any,
     ) -> str:
         """Add a request.
@@ -130,6 +131,7 @@ class BlockBatchingManager:
                 the seed of the manager and the number of the request make one.
             tokenizer: Needed for `stop_strings`.
             generation_config: A configuration of this request, in the place of the manager's.
+            logits_processor: Further processors of scores, as `generate` takes them.
             settings: Fields of `GenerationConfig` for this request, e.g. `temperature`, `top_p`, `do_sample`,
                 `repetition_penalty`, `stop_strings`.
 
@@ -146,7 +148,7 @@ class BlockBatchingManager:
         changes = settings | {"max_new_tokens": max_new_tokens, "eos_token_id": eos_token_id}
         changes = {name: value for name, value in changes.items() if value is not None}
         ids = check_prompt(input_ids, self.model)
-        made = Settings.make(self.model, config, ids, tokenizer, **changes)
+        made = Settings.make(self.model, config, ids, tokenizer, logits_processor, **changes)
         self.limits.check_length(len(ids), made.limit)
         count = self.num_return_sequences if generation_config is None else generation_config.num_return_sequences or 1
         name, number = self._name(request_id)
@@ -157,7 +159,7 @@ class BlockBatchingManager:
             request = Request(
                 name if index == count - 1 else f"{name}__child#{index}",
                 prompt,
-                made if index == 0 else Settings.make(self.model, config, ids, tokenizer, **changes),
+                made if index == 0 else Settings.make(self.model, config, ids, tokenizer, logits_processor, **changes),
                 torch.Generator(self.model.device).manual_seed(seed + index),
                 streaming,
                 record_timestamps,

@@ -42,6 +42,11 @@ class Outputs:
         with self._changed:
             self._handlers[request_id] = (handler, loop)
 
+    def forget(self, request_id: str) -> None:
+        """Take a handler back whose request did not come to be."""
+        with self._changed:
+            self._handlers.pop(request_id, None)
+
     def deliver(self, output: GenerationOutput) -> None:
         """Hand a result to its handler, or to whoever waits for it."""
         with self._changed:

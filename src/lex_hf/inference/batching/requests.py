@@ -61,7 +61,13 @@ class Settings:
 
     @classmethod
     def make(
-        cls, model: Any, config: GenerationConfig, prompt: Sequence[int], tokenizer: Any, **changes: Any
+        cls,
+        model: Any,
+        config: GenerationConfig,
+        prompt: Sequence[int],
+        tokenizer: Any,
+        logits_processor: Sequence[Any] = (),
+        **changes: Any,
     ) -> "Settings":
         """Read the settings of a request from a generation configuration, as `generate` reads them.
 
@@ -70,6 +76,7 @@ class Settings:
             config: Configuration of all requests; what it leaves open, the model's own says.
             prompt: Ids of the prompt.
             tokenizer: Needed for stop strings.
+            logits_processor: Further processors of scores, as `generate` takes them.
             changes: Fields in which this request differs.
 
         Raises:
@@ -105,7 +112,7 @@ class Settings:
             input_ids_seq_length=len(prompt),
             encoder_input_ids=ids,
             prefix_allowed_tokens_fn=None,
-            logits_processor=LogitsProcessorList(),
+            logits_processor=LogitsProcessorList(logits_processor),
             device=model.device,
             model_kwargs={},
         )
