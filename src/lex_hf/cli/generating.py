@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.text import Text
 
 from lex_hf.cli import capacity, options
 from lex_hf.cli.options import (
@@ -144,8 +145,8 @@ def _check_readable_twice(files: list[str]) -> None:
             )
 
 
-def _continued(result: Any) -> str:
-    """Return a result as sentences."""
+def _continued(result: Any) -> Text:
+    """Return a result as sentences, each in one line: a path would be wrapped like words."""
     reasons = result.finish_reasons
     lines = [
         f"{result.path}: {result.prompts} prompts, {result.prompt_tokens} tokens read, {result.tokens} written",
@@ -155,7 +156,7 @@ def _continued(result: Any) -> str:
         lines.append(f"{result.finished_before} were finished before")
     if result.cut:
         lines.append(f"of {result.cut} only the last tokens were read")
-    return "\n".join(lines)
+    return Text("\n".join(lines), no_wrap=True, overflow="ignore")
 
 
 def serve(
