@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.text import Text
 
 from lex_hf.cli import capacity, options
@@ -145,7 +146,7 @@ def _check_readable_twice(files: list[str]) -> None:
             )
 
 
-def _continued(result: Any) -> Text:
+def _continued(result: Any) -> Group:
     """Return a result as sentences, each in one line: a path would be wrapped like words."""
     reasons = result.finish_reasons
     lines = [
@@ -156,7 +157,7 @@ def _continued(result: Any) -> Text:
         lines.append(f"{result.finished_before} were finished before")
     if result.cut:
         lines.append(f"of {result.cut} only the last tokens were read")
-    return Text("\n".join(lines), no_wrap=True, overflow="ignore")
+    return Group(*(Text(line, no_wrap=True, overflow="ignore") for line in lines))
 
 
 def serve(
