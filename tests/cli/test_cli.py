@@ -84,7 +84,7 @@ def test_generate_streams_text_and_reads_standard_input(model: Path) -> None:
 def test_generate_corpus_says_what_it_did_and_continues(model: Path, tmp_path: Path, texts: list[Path]) -> None:
     call = ["generate-corpus", model, *texts, "--output", tmp_path / "run", "--max-new-tokens", 4, "--greedy"]
     first = lex(*call, "--max-prompt-tokens", 60, "--rows", 2)
-    assert "continuations.jsonl: 3 prompts, 1" in first.stdout
+    assert first.stdout.startswith("3 prompts, 1")
     assert "only the last tokens were read" in first.stdout
     assert "were finished before" not in first.stdout
     again = lex(*call, "--max-prompt-tokens", 60, "--json")

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Group
-from rich.text import Text
 
 from lex_hf.cli import capacity, options
 from lex_hf.cli.options import (
@@ -146,18 +144,18 @@ def _check_readable_twice(files: list[str]) -> None:
             )
 
 
-def _continued(result: Any) -> Group:
-    """Return a result as sentences, each in one line: a path would be wrapped like words."""
+def _continued(result: Any) -> str:
+    """Return a result as sentences."""
     reasons = result.finish_reasons
     lines = [
-        f"{result.path}: {result.prompts} prompts, {result.prompt_tokens} tokens read, {result.tokens} written",
+        f"{result.prompts} prompts, {result.prompt_tokens} tokens read, {result.tokens} written",
         f"{reasons.get('stop', 0)} ended by themselves, {reasons.get('length', 0)} at the limit",
     ]
     if result.finished_before:
         lines.append(f"{result.finished_before} were finished before")
     if result.cut:
         lines.append(f"of {result.cut} only the last tokens were read")
-    return Group(*(Text(line, no_wrap=True, overflow="ignore") for line in lines))
+    return "\n".join(lines)
 
 
 def serve(
