@@ -83,19 +83,19 @@ def test_generate_streams_text_and_reads_standard_input(model: Path) -> None:
 
 def test_generate_corpus_says_what_it_did_and_continues(model: Path, tmp_path: Path, texts: list[Path]) -> None:
     call = ["generate-corpus", model, *texts, "--output", tmp_path / "run", "--max-new-tokens", 4, "--greedy"]
-    first = lex(*call, "--max-prompt-tokens", 60, "--rows", 2)
+    first = lex(*call, "--max-prompt-tokens", 40, "--rows", 2)
     assert first.stdout.startswith("3 prompts, 1")
     assert "only the last tokens were read" in first.stdout
     assert "were finished before" not in first.stdout
-    again = lex(*call, "--max-prompt-tokens", 60, "--json")
+    again = lex(*call, "--max-prompt-tokens", 40, "--json")
     result = json.loads(again.stdout)
     assert (result["prompts"], result["finished_before"], result["tokens"]) == (3, 3, 12)
-    assert result["prompt_tokens"] == sum(min(60, path.stat().st_size) for path in texts)
-    assert result["cut"] == sum(path.stat().st_size > 60 for path in texts) > 0
+    assert result["prompt_tokens"] == sum(min(40, path.stat().st_size) for path in texts)
+    assert result["cut"] == sum(path.stat().st_size > 40 for path in texts) > 0
     other = lex(*call)
-    assert (other.exit_code, other.stderr.count("max_prompt_tokens = 60, not None")) == (1, 1)
+    assert (other.exit_code, other.stderr.count("max_prompt_tokens = 40, not None")) == (1, 1)
 
-    written = lex("generate", model, texts[1].read_text()[-60:], "--max-new-tokens", 4, "--greedy", "--json")
+    written = lex("generate", model, texts[1].read_text()[-40:], "--max-new-tokens", 4, "--greedy", "--json")
     lines = (tmp_path / "run" / "continuations.jsonl").read_text().splitlines()
     assert json.loads(lines[1])["tokens"] == json.loads(written.stdout)["tokens"]
 

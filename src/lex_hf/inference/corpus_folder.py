@@ -13,8 +13,11 @@ from typing import Any
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from filelock import FileLock, Timeout
+from transformers.utils import logging
 
 from lex_hf.records import check_folder, read_json, whole_file, write_json
+
+logger = logging.get_logger(__name__)
 
 RESULT = "continuations.jsonl"
 SETTINGS = "settings.json"
@@ -118,11 +121,13 @@ class CorpusFolder:
         lock = FileLock(self.path.resolve() / _LOCK, timeout=0)
         try:
             stack.enter_context(lock)
+            stack.callback(Path(lock.lock_file).unlink, missing_ok=True)
         except Timeout as error:
             raise ValueError(
                 f"Another run writes to {self.path}: wait for its end, or choose another folder."
             ) from error
-        stack.callback(Path(lock.lock_file).unlink, missing_ok=True)
+        except (OSError, NotImplementedError) as error:  # some network file systems have no locks
+            logger.warning("%s cannot be locked (%s): make sure that no other run writes to it.", self.path, error)
         self._check()  # what came before the lock
         if not (self.path / SETTINGS).exists():
             write_json(self.path / SETTINGS, self._settings)
