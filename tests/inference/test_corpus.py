@@ -295,6 +295,14 @@ class TestResuming:
         assert generate_corpus(lex(), used, PROMPTS, whole, SAMPLED).finished_before == len(PROMPTS)
 
 
+REFUSED = """
+import sys
+from lex_hf.cli.commands import app
+
+print("status", app(sys.argv[1:], standalone_mode=False))
+"""
+
+
 @pytest.mark.processes
 def test_two_processes_write_what_one_does(saved: Path, tmp_path: Path) -> None:
     source = tmp_path / "prompts.jsonl"
@@ -330,9 +338,10 @@ def test_two_processes_write_what_one_does(saved: Path, tmp_path: Path) -> None:
     assert "9/9" in run.stderr, "the share of the first process"
 
     with FileLock(two / ".corpus.lock"):
-        refused = PACKAGE.run_together(2, *command, two)
-    assert refused.returncode == 1
-    assert refused.stderr.count("Error: Another run writes to") == 2, "no process waits for the first one"
+        refused = PACKAGE.run_together(2, "-c", REFUSED, *command[2:], two)
+    assert refused.returncode == 0, refused.stderr
+    assert refused.stdout == "status 1\n" * 2, "no process waits for the first one"
+    assert refused.stderr.count("Error: Another run writes to") == 2
 
 
 class TestRefused:
