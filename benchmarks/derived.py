@@ -1,8 +1,9 @@
 """What follows from a record: time for a token, floors, ratios, and whether the targets are met."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from precision import PRECISIONS, of_name
 from record import Record, Sample, find
 from systems import IN_BLOCKS, SYSTEMS, attention_flops, cache_bytes
 
@@ -43,7 +44,7 @@ def per_token(record: Record, measure: str, system: str, length: int) -> float |
     sample = find(record.samples, measure, system, length)
     if sample is None or not sample.seconds:
         return None
-    if measure == "decode" and system in IN_BLOCKS:
+    if (system if measure == "decode" else of_name(system)[0] if measure == "precision" else None) in IN_BLOCKS:
         return decode_cost(record, sample).amortised
     return float(np.median(sample.seconds)) / sample.tokens
 
@@ -72,6 +73,29 @@ def decode_floor(record: Record, system: str, context: int) -> float | None:
     name, first = system.removesuffix("_compiled"), context + record.settings.warm_up
     keys = np.mean([SYSTEMS[name].keys(record.settings, first + place) for place in range(len(sample.seconds))])
     return (record.systems[name]["weight_bytes"] + cache_bytes(record.settings, float(keys))) / bandwidth
+
+
+def precision_floor(record: Record, name: str) -> float | None:
+    """Seconds to read, for a token, all weights and the keys and values that it meets.
+
+    Each at the speed at which the fastest product in their dtype was measured to read.
+
+    Returns:
+        `None` if it was not measured.
+    """
+    system, precision = of_name(name)
+    settings, context = record.settings, record.settings.contexts[0]
+    sample, states = find(record.samples, "precision", name, context), PRECISIONS[precision].states
+    weights, keys_and_values = (rate(record, f"read {each}") for each in (precision, states))
+    if sample is None or not sample.seconds or weights is None or keys_and_values is None:
+        return None
+    first = context + settings.warm_up
+    if system == "lex_rows":  # all slots, whatever a mask says
+        keys = float(settings.training_length)
+    else:
+        keys = float(np.mean([SYSTEMS[system].keys(settings, first + place) for place in range(len(sample.seconds))]))
+    read = cache_bytes(replace(settings, dtype=states), keys) / keys_and_values
+    return read + record.systems[name]["weight_bytes"] / weights / sample.tokens
 
 
 def arithmetic_share(record: Record, sample: Sample) -> float | None:
@@ -136,6 +160,9 @@ def targets(record: Record) -> list[Target]:
     def fastest(context: int, *systems: str) -> float | None:
         known = [seconds for each in systems if (seconds := decode(each, context)) is not None]
         return min(known) if len(known) == len(systems) else None
+
+    def precise(precision: str) -> float | None:
+        return per_token(record, "precision", f"lex_{precision}", record.settings.contexts[0])
 
     def cached(system: str, context: int) -> float | None:
         sample = find(record.samples, "decode", system, context)
@@ -204,5 +231,9 @@ def targets(record: Record) -> list[Target]:
             "blockwise Llama: bytes of the cache at 8k of context against 1k",
             ratio(cached("blockwise_llama", 8192), cached("blockwise_llama", 1024)),
             1.0,
+        ),
+        *(
+            Target(f"decode with weights in {name}, against float32", ratio(precise(name), precise("float32")), bound)
+            for name, bound in (("bfloat16", 0.8), ("int8", 0.65), ("int4", 0.5))
         ),
     ]

@@ -11,6 +11,7 @@ import memory
 import torch
 from interleave import Job, interleave, timed
 from memory import random_states, training_step
+from precision import measure_precisions
 from record import Rate, Record, Sample
 from rich.console import Console
 from settings import Settings
@@ -33,6 +34,7 @@ from torch import Tensor, nn
 from transformers import Cache, StaticCache
 
 from lex_hf import LexStaticCache
+from lex_hf.model.linear_lex import LexLinear
 
 FLOOR_EVERY = 4  # chunks, when a text is read in chunks
 COMPILED = ("lex", "llama")
@@ -55,10 +57,12 @@ def measure(record: Record, parts: Collection[str], *, compiled: bool, console: 
     for task, system, lengths in _memory_tasks(settings, parts):
         console.print(f"memory: {task}, {system}, {_listed(lengths)} tokens")
         record.peaks += memory.in_a_process(settings, task, system, lengths)
-    if set(parts) <= {"streaming"}:
+    if "precision" in parts:
+        measure_precisions(record, console)
+    if set(parts) <= {"streaming", "precision"}:
         return
     models = {name: system.build(settings) for name, system in SYSTEMS.items()}
-    record.systems = {name: _described(name, model) for name, model in models.items()}
+    record.systems = {name: _described(name, model) for name, model in models.items()} | record.systems
     if "prefill" in parts:
         record.samples += prefill(settings, models, console)
     if "prefill" in parts or "decode" in parts:
@@ -245,13 +249,16 @@ def _job(settings: Settings, model: Any, token: Tensor, cache: Cache | None, who
 
 
 def _reading(settings: Settings) -> Iterator[tuple[str, Job]]:
-    """What must be read to decode, and nothing else: a large matrix, by a vector or by itself."""
+    """What must be read to decode, and nothing else: a large matrix, by the products that there are."""
     columns = 4096
     rows = max(1, settings.read_bytes // settings.torch_dtype.itemsize // columns)
     matrix = torch.ones(rows, columns, device=settings.device, dtype=settings.torch_dtype)
+    with torch.device("meta"):
+        layer = LexLinear(columns, rows, bias=False)
+    layer.weight = nn.Parameter(matrix, requires_grad=False)
     calls: dict[str, Callable[[], object]] = {
         "matrix times vector": partial(torch.mv, matrix, matrix[0].clone()),
-        "sum": matrix.sum,
+        "linear layer": partial(layer, matrix[:1].clone()),
     }
     for how, call in calls.items():
         call()

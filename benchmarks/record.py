@@ -21,8 +21,8 @@ class Sample:
     """Times of one system at one length.
 
     Attributes:
-        measure: `"prefill"`, `"chunked"`, `"decode"` or `"training"`.
-        system: Name of the system.
+        measure: `"prefill"`, `"chunked"`, `"decode"`, `"training"` or `"precision"`.
+        system: Name of the system; of `"precision"`, with that of the precision behind it.
         length: Tokens of the text that is prefilled, in the cache before decoding, or of a training example.
         tokens: Tokens that one call reads.
         seconds: Time of every call, in order.
@@ -45,7 +45,7 @@ class Rate:
     """What the machine itself can do, measured in turns with the models.
 
     Attributes:
-        what: `"read"` (of memory) or `"multiply"` (of matrices).
+        what: `"read"` (of memory), the same with the name of a precision, or `"multiply"` (of matrices).
         how: The operation.
         amount: Bytes, or floating-point operations, of one call.
         seconds: Time of every call.

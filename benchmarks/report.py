@@ -6,10 +6,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from derived import arithmetic_share, decode_cost, decode_floor, half_spread, per_token, rate, ratio, targets
+from derived import (
+    arithmetic_share,
+    decode_cost,
+    decode_floor,
+    half_spread,
+    per_token,
+    precision_floor,
+    rate,
+    ratio,
+    targets,
+)
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from precision import PRECISIONS, SYSTEMS_MEASURED, name_of, of_name
 from record import Peak, Record, Sample, find, write_whole
 from rich.table import Table as RichTable
 from systems import SYSTEMS
@@ -76,7 +87,8 @@ class Table:
 
 
 def verdict(record: Record) -> Table:
-    """The targets as a table."""
+    """The targets as a table; of a record of precisions alone, those that are about them."""
+    is_partial = {each.measure for each in record.samples} == {"precision"}
     rows = [
         [
             each.text,
@@ -85,6 +97,7 @@ def verdict(record: Record) -> Table:
             each.verdict,
         ]
         for each in targets(record)
+        if each.value is not None or not is_partial
     ]
     return Table("Targets", ["target", "measured", "bound", "verdict"], rows)
 
@@ -97,6 +110,7 @@ def tables(record: Record) -> Iterator[Table]:
     for system in MOVES:
         yield from _moves(record, system)
     yield from _caches(record)
+    yield from _precisions(record)
     yield from _training(record)
     yield from _prefill_memory(record)
     yield from _other_memory(record)
@@ -171,6 +185,37 @@ def _caches(record: Record) -> Iterator[Table]:
 
 def _kibibytes(sample: Sample | None) -> str:
     return NONE if sample is None or sample.cache is None else f"{sample.cache / 2**10:.0f}"
+
+
+def _precisions(record: Record) -> Iterator[Table]:
+    """Times in each precision, what they are in units of float32 and of the floor, and what the floor is made of."""
+    context = record.settings.contexts[0]
+    times, ratios = [], []
+    for system in SYSTEMS_MEASURED:
+        names = [name_of(system, precision) for precision in PRECISIONS]
+        found = [find(record.samples, "precision", name, context) for name in names]
+        if any(found):
+            times.append([system, *(_time(record, each, 1e3) for each in found)])
+            ratios.append([system, *(_in_floors(record, name) for name in names)])
+    if not times:
+        return
+    title = f"Decoding after {context} tokens, by the dtype of weights"
+    yield Table(f"{title}: ms for a token, median ± half the interquartile range", ["system", *PRECISIONS], times)
+    yield Table(f"{title}: in units of float32 (in units of the floor of that dtype)", ["system", *PRECISIONS], ratios)
+    rows = [
+        [each.what.removeprefix("read "), each.how, f"{each.amount / float(np.median(each.seconds)) / 1e9:.1f}"]
+        for each in record.rates
+        if each.what.startswith("read ")
+    ]
+    yield Table("GB/s at which products read weights; the fastest is the floor", ["weights", "product", "GB/s"], rows)
+
+
+def _in_floors(record: Record, name: str) -> str:
+    context = record.settings.contexts[0]
+    seconds = per_token(record, "precision", name, context)
+    whole = per_token(record, "precision", name_of(of_name(name)[0], "float32"), context)
+    to_whole, to_floor = ratio(seconds, whole), ratio(seconds, precision_floor(record, name))
+    return NONE if to_whole is None or to_floor is None else f"{to_whole:.3f} ({to_floor:.3f})"
 
 
 def _training(record: Record) -> Iterator[Table]:

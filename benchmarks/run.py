@@ -15,7 +15,7 @@ from measurements import measure
 from record import Record, write_whole
 from report import render, save_picture, section, summary, tables, verdict
 from rich.console import Console
-from settings import PARTS, PRESETS, Settings
+from settings import ON_CPUS, PARTS, PRESETS, Settings
 
 app = typer.Typer(
     pretty_exceptions_enable=False,
@@ -54,7 +54,7 @@ def main(
             console.print(verdict(record).rich())
             raise typer.Exit(0 if all(each.verdict == "holds" for each in targets(record)) else 1)
         else:
-            parts = _parts(only)
+            parts = _parts(only, preset)
             settings = _settings(preset, layers, repeats, _numbers("lengths", lengths), _numbers("contexts", contexts))
             record = Record.begin(preset, _command(sys.argv), settings)
             measure(record, parts, compiled=compiled, console=console)
@@ -64,9 +64,15 @@ def main(
             console.print(f"Written to {output}.", markup=False)
 
 
-def _parts(only: str | None) -> list[str]:
-    parts = list(PARTS) if only is None else only.split(",")
+def _parts(only: str | None, preset: str) -> list[str]:
+    is_on_cpu = PRESETS.get(preset, {}).get("device", "cpu") == "cpu"
+    here = [part for part in PARTS if is_on_cpu or part not in ON_CPUS]
+    if only is None:
+        return [preset] if preset in PARTS else here
+    parts = only.split(",")
     for part in parts:
+        if part in PARTS and part not in here:
+            raise ValueError(f"--only {only}: {part} is measured on a CPU; leave it out, or use --preset cpu.")
         if part not in PARTS:
             raise ValueError(f"--only {only}: {part!r} is none of {', '.join(PARTS)}. Separate them by commas.")
     return parts

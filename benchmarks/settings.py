@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 
-PARTS = ("prefill", "decode", "training", "streaming")
+PARTS = ("prefill", "decode", "training", "streaming", "precision")
+ON_CPUS = ("precision",)  # parts that are measured there only
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ class Settings:
 
 PRESETS: dict[str, dict[str, Any]] = {
     "cpu": {},
+    "precision": {"contexts": (1024,)},
     "gpu": {
         "device": "cuda",
         "dtype": "bfloat16",
@@ -109,4 +111,4 @@ PRESETS: dict[str, dict[str, Any]] = {
         "matmul_size": 8192,
     },
 }
-"""For two CPU cores, GPT-medium with 4 of its 24 layers; for a GPU, all of them."""
+"""For two CPU cores, GPT-medium with 4 of its 24 layers, and of that only its precisions; for a GPU, all layers."""

@@ -6,43 +6,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import derived
+import interleave
+import measurements
+import memory
+import precision
 import pytest
+import report
+import run
+import systems
 import torch
+from helpers.benchmarks import FOLDER, TOY, made_up
+from record import Record, Sample, find
 from rich.console import Console
+from settings import PARTS, PRESETS, Settings
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from lex_hf.model.masking_lex import BlockwisePattern
-
-FOLDER = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(FOLDER))
-
-import derived  # noqa: E402
-import interleave  # noqa: E402
-import measurements  # noqa: E402
-import memory  # noqa: E402
-import report  # noqa: E402
-import run  # noqa: E402
-import systems  # noqa: E402
-from record import Peak, Rate, Record, Sample, find  # noqa: E402
-from settings import PARTS, PRESETS, Settings  # noqa: E402
-
-TOY = Settings(
-    layers=1,
-    hidden_size=32,
-    num_heads=2,
-    intermediate_size=96,
-    training_length=16,
-    lengths=(32, 64),
-    contexts=(32, 64),
-    streaming=(64, 128),
-    repeats=2,
-    decode_tokens=4,
-    burst=2,
-    training_repeats=2,
-    read_bytes=2**16,
-    matmul_size=16,
-)
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +46,15 @@ def test_every_system_is_measured(record: Record) -> None:
     expected |= {("decode", name, context): 8 for name in systems.IN_BLOCKS for context in (32, 64)}
     expected |= {("chunked", name, length): 2 for name in systems.IN_BLOCKS for length in (32, 64)}
     expected |= {("chunked", name, length): 1 for name in systems.FLOORS for length in (32, 64)}
+    for kind in precision.PRECISIONS:
+        of_kind = dict.fromkeys(("llama",), 4) | dict.fromkeys(systems.IN_BLOCKS, 8) | {"lex_rows": 4}
+        expected |= {("precision", f"{name}_{kind}", 32): number for name, number in of_kind.items()}
     expected |= {("training", name, 16): 2 for name in ("lex", "none")}
     expected |= {("training", name, 16): 1 for name in ("lex_checkpointed", "gpt_neox", "llama", "mistral")}
     assert calls == expected
     assert all(seconds > 0 for each in record.samples for seconds in each.seconds)
-    assert [(each.what, each.amount) for each in record.rates] == [
+    rates = [each for each in record.rates if not each.what.startswith("read ")]
+    assert [(each.what, each.amount) for each in rates] == [
         ("read", 2**16),
         ("read", 2**16),
         ("multiply", 2 * 16**3),
@@ -97,9 +82,9 @@ def test_memory_of_every_task(record: Record) -> None:
 
 def test_all_do_the_same_arithmetic(record: Record) -> None:
     matrices = 4 * 32 * 32 + 2 * 32 * 96
-    assert {name: each["linear_weights"] for name, each in record.systems.items()} == dict.fromkeys(
-        systems.SYSTEMS, matrices
-    )
+    assert {each["linear_weights"] for each in record.systems.values()} == {matrices}
+    kinds = [f"{name}_{kind}" for kind in precision.PRECISIONS for name in precision.SYSTEMS_MEASURED]
+    assert set(record.systems) == {*systems.SYSTEMS, *kinds}
     counted = {}
     for name in systems.OWN:
         model = systems.SYSTEMS[name].build(TOY)
@@ -296,6 +281,7 @@ def test_a_record_comes_back_as_it_was(record: Record, tmp_path: Path) -> None:
 
 def test_a_record_from_before_a_system_is_shown_without_it(record: Record, tmp_path: Path) -> None:
     newer, content = ("blockwise_llama", "linear_llama"), json.loads(record.to_json())
+    newer = (*newer, *(name for name in content["systems"] if name not in systems.SYSTEMS))
     content["systems"] = {name: each for name, each in content["systems"].items() if name not in newer}
     for items in ("samples", "peaks"):
         content[items] = [each for each in content[items] if each["system"] not in newer]
@@ -310,7 +296,7 @@ def test_a_record_from_before_a_system_is_shown_without_it(record: Record, tmp_p
 
 def test_tables_show_the_record(record: Record) -> None:
     tables = {table.title: table for table in report.tables(record)}
-    assert len(tables) == 12
+    assert len(tables) == 15
     for table in tables.values():
         assert {len(row) for row in table.rows} == {len(table.columns)}
     sample = find(record.samples, "prefill", "llama", 64)
@@ -327,65 +313,15 @@ def test_tables_show_the_record(record: Record) -> None:
     assert {row[0]: row[2] for row in ratios.rows}["llama"] == expected
 
 
-def made_up(**changes: float) -> Record:
-    """A record with the times of a model that meets all targets; `changes` are seconds in place of others."""
-    seconds = {
-        "prefill lex 4096": 4.0,
-        "prefill lex 16384": 13.0,
-        "prefill linear 16384": 10.0,
-        "prefill mistral 16384": 39.0,
-        "prefill blockwise_llama 16384": 12.5,
-        "prefill linear_llama 16384": 9.0,
-        "prefill lex 65536": 64.0,
-        "chunked lex 4096": 4.0,
-        "chunked lex 65536": 66.0,
-        "decode lex 1024": 0.010,
-        "decode gpt_neox 1024": 0.012,
-        "decode llama 1024": 0.013,
-        "decode mistral 1024": 0.011,
-        "decode lex 8192": 0.010,
-        "decode gpt_neox 8192": 0.055,
-        "decode llama 8192": 0.051,
-        "decode mistral 8192": 0.010,
-        "decode blockwise_llama 1024": 0.020,
-        "decode blockwise_llama 8192": 0.020,
-        "training lex 1024": 1.01,
-        "training none 1024": 1.0,
-        **{name.replace("_to_", " "): value for name, value in changes.items()},
-    }
-    settings = Settings()
-    samples = []
-    for name, value in seconds.items():
-        measure, system, length = name.split()
-        if measure == "decode":
-            samples.append(Sample(measure, system, int(length), 1, [value] * 512, cache=2**20))
-        else:
-            samples.append(Sample(measure, system, int(length), int(length), [value] * 3))
-    weights = 10**9 - 2 * 4 * 1024 * 4 * 768.5  # with one and a half blocks of keys and values, a billion bytes
-    linear = {"description": "", "linear_weights": 1, "weight_bytes": weights}
-    return Record(
-        "cpu",
-        "",
-        "",
-        {},
-        {},
-        settings,
-        {"lex": linear},
-        [Rate("read", "sum", 10**9, [0.009]), Rate("read", "slower", 10**9, [0.02])],
-        samples,
-        [Peak("streaming", "lex", length, 1, 10**9 + length, 1.0) for length in (8192, 65536)],
-    )
-
-
 def test_targets_are_computed_as_they_are_worded() -> None:
     record = made_up()
     values = [each.value for each in derived.targets(record)]
     floor = 0.010 / 0.009
     streamed = (10**9 + 65536) / (10**9 + 8192)
     expected = [1.3, 3.0, 1.0, 66 / 64, 1.0, 10 / 11, 5.1, 1.0, floor, floor, streamed, 1.01]
-    expected += [12.5 / 9, 39 / 12.5, 1.0, 1.0]
+    expected += [12.5 / 9, 39 / 12.5, 1.0, 1.0, 0.79, 0.64, 0.49]
     assert values == [pytest.approx(each, rel=1e-3) for each in expected]
-    assert [each.verdict for each in derived.targets(record)] == ["holds"] * 16
+    assert [each.verdict for each in derived.targets(record)] == ["holds"] * 19
 
 
 @pytest.mark.parametrize(
@@ -403,6 +339,8 @@ def test_targets_are_computed_as_they_are_worded() -> None:
         ("prefill linear_llama 16384", 8.9, {12}),
         ("prefill blockwise_llama 16384", 15.7, {12, 13}),
         ("decode blockwise_llama 8192", 0.0211, {14}),
+        ("precision lex_bfloat16 1024", 0.81, {16}),
+        ("precision lex_int4 1024", 0.51, {18}),
     ],
 )
 def test_a_target_that_is_missed_does_not_hold(name: str, seconds: float, broken: set[int]) -> None:
@@ -483,11 +421,12 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "prefill,speed"], "'speed' is none of prefill, decode, training, streaming"),
+        (["--only", "prefill,speed"], "'speed' is none of prefill, decode, training, streaming, precision"),
         (["--lengths", "1k"], "give whole numbers, separated by commas"),
         (["--lengths", "64,32"], "lengths: 64, 32. Give positive numbers of tokens, each larger than the one before."),
+        (["--preset", "gpu", "--only", "precision"], "precision is measured on a CPU; leave it out"),
         (["--layers", "0"], "layers = 0: it must be at least 1."),
-        (["--preset", "tpu"], "--preset tpu: it must be one of cpu, gpu."),
+        (["--preset", "tpu"], "--preset tpu: it must be one of cpu, precision, gpu."),
         (["--check", "nowhere.json"], "nowhere.json"),
     ],
 )

@@ -110,7 +110,7 @@ def test_the_record_shows_what_readme_says() -> None:
 @pytest.mark.processes
 def test_the_code_runs(tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 7
+    assert len(blocks) == 8
     rope_model(attention="sdpa").save_pretrained(tmp_path / "my_llama")
     (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
     (tmp_path / "book.txt").write_text("In a hole in the ground there lived a test. " * 300)

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,7 +20,19 @@ from lex_hf.reproduce.tiny import STEPS
 
 def test_help_tells_everything() -> None:
     overview = lex("--help").output
-    for command in ("demo", "train", "evaluate", "compare", "generate", "push", "serve", "card", "reproduce"):
+    commands = (
+        "demo",
+        "train",
+        "evaluate",
+        "compare",
+        "generate",
+        "generate-corpus",
+        "push",
+        "serve",
+        "card",
+        "reproduce",
+    )
+    for command in commands:
         assert command in overview
         assert lex(command, "--help").exit_code == 0
     assert "--attention-pattern" in lex("evaluate", "--help").output
@@ -66,6 +79,32 @@ def test_generate_streams_text_and_reads_standard_input(model: Path) -> None:
     assert len(first.stdout.encode()) > len("def f(") + 4
     assert first.stdout == again.stdout
     assert lex("generate", model, "", "--max-new-tokens", 2, "--json").exit_code == 0
+
+
+def test_generate_corpus_says_what_it_did_and_continues(model: Path, tmp_path: Path, texts: list[Path]) -> None:
+    call = ["generate-corpus", model, *texts, "--output", tmp_path / "run", "--max-new-tokens", 4, "--greedy"]
+    first = lex(*call, "--max-prompt-tokens", 40, "--rows", 2)
+    assert first.stdout.startswith("3 prompts, 1")
+    assert "only the last tokens were read" in first.stdout
+    assert "were finished before" not in first.stdout
+    again = lex(*call, "--max-prompt-tokens", 40, "--json")
+    result = json.loads(again.stdout)
+    assert (result["prompts"], result["finished_before"], result["tokens"]) == (3, 3, 12)
+    assert result["prompt_tokens"] == sum(min(40, path.stat().st_size) for path in texts)
+    assert result["cut"] == sum(path.stat().st_size > 40 for path in texts) > 0
+    other = lex(*call)
+    assert (other.exit_code, other.stderr.count("max_prompt_tokens = 40, not None")) == (1, 1)
+
+    written = lex("generate", model, texts[1].read_text()[-40:], "--max-new-tokens", 4, "--greedy", "--json")
+    lines = (tmp_path / "run" / "continuations.jsonl").read_text().splitlines()
+    assert json.loads(lines[1])["tokens"] == json.loads(written.stdout)["tokens"]
+
+
+def test_generate_corpus_refuses_what_is_read_only_once(model: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    result = lex("generate-corpus", model, tmp_path / "pipe", "--output", tmp_path / "run")
+    assert result.exit_code == 1
+    assert "is a pipe, which can be read only once" in result.stderr
 
 
 def write(path: Path, content: bytes) -> Path:

@@ -29,6 +29,7 @@ WISHES: tuple[dict[str, Any], ...] = (
     {"do_sample": True},
     {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.9},
     {"do_sample": True, "min_p": 0.05, "repetition_penalty": 1.3},
+    {"do_sample": True, "top_k": 0},
 )
 
 
@@ -240,3 +241,16 @@ def test_scores_of_a_row_do_not_depend_on_its_neighbours_settings() -> None:
     for output in outputs:
         assert output.generated_tokens == alone("pattern0", *names[int(output.request_id)])
     assert NEVER == 97
+
+
+@pytest.mark.parametrize("kind", ["pattern0", "pattern2", "pattern4", "pattern5", "sinks"])
+def test_what_a_row_held_before_has_no_effect(kind: str) -> None:
+    schedule, outputs = schedule_of(model_of(kind), 2, 50)
+    for layer in schedule.rows.cache.layers:
+        layer.keys.fill_(float("nan")), layer.values.fill_(float("nan"))
+    for index in range(3):
+        schedule.waiting.append(request_of(kind, str(index), 3 + 9 * index, 20, 0))
+    while not schedule.is_idle():
+        schedule.advance()
+    for output in outputs:
+        assert output.generated_tokens == alone(kind, len(output.prompt_ids), 20, 0)

@@ -26,8 +26,9 @@ from helpers.rope_models import rope_model
 from helpers.serving import chat_tokenizer, letter_model, needs_server
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from lex_hf import LexForCausalLM, blockwise
+from lex_hf import LexForCausalLM, PackedWeightsConfig, blockwise
 from lex_hf.data.tokenizers import byte_tokenizer
+from lex_hf.inference.packed_weights import pack_weights
 
 # PEFT and TRL call checkpointing by its old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")
@@ -326,6 +327,20 @@ class TestServe:
             request = {"model": str(tmp_path / "model"), "prompt": "In a hole", "max_tokens": 40, "temperature": 0}
             answer = client.completions.create(**request).choices[0].text
         assert answer == self.expected(SimpleNamespace(model=llama), "In a hole", 40)
+
+    def test_packed_weights(self, tmp_path: Path) -> None:
+        openai = pytest.importorskip("openai")
+        letter_model().save_pretrained(tmp_path / "model")
+        byte_tokenizer().save_pretrained(tmp_path / "model")
+        with (
+            serving(tmp_path, "--weights", "int4") as url,
+            openai.OpenAI(base_url=f"{url}/v1", api_key="no") as client,
+        ):
+            request = {"model": str(tmp_path / "model"), "prompt": "In a hole", "max_tokens": 40, "temperature": 0}
+            answer = client.completions.create(**request).choices[0].text
+        packed = pack_weights(letter_model(), PackedWeightsConfig(4))
+        assert answer == self.expected(SimpleNamespace(model=packed), "In a hole", 40)
+        assert answer != self.expected(SimpleNamespace(model=letter_model()), "In a hole", 40)
 
     def test_models(self, server: SimpleNamespace, client: Any) -> None:
         assert [model.id for model in client.models.list()] == [str(server.folder)]

@@ -24,6 +24,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "receptive-field": measuring.receptive_field,
     "ways-to-read": ways.ways_to_read,
     "generate": generating.generate,
+    "generate-corpus": generating.generate_corpus,
     "push": hub.push,
     "serve": generating.serve,
     "card": hub.card,

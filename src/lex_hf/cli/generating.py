@@ -1,4 +1,4 @@
-"""Generation: generate, serve."""
+"""Generation: generate, generate-corpus, serve."""
 
 import enum
 import sys
@@ -14,16 +14,18 @@ from lex_hf.cli.options import (
     Blockwise,
     Device,
     Dtype,
+    Files,
     Json,
     Model,
     Pattern,
     Sinks,
+    TextField,
     Trust,
     Weights,
     finite,
     typed,
 )
-from lex_hf.cli.printing import print_json, session
+from lex_hf.cli.printing import is_main_process, print_json, session, show
 
 
 class LogLevel(enum.StrEnum):
@@ -78,6 +80,96 @@ def generate(
         ).tolist()
     if as_json:
         print_json({"text": tokenizer.decode(tokens), "tokens": tokens})
+
+
+def generate_corpus(
+    model: Model,
+    files: Files,
+    output: Annotated[
+        Path, typer.Option(help="Folder of the continuations, new or of a run that was stopped; then it continues.")
+    ],
+    max_new_tokens: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens to generate for each prompt.")] = 200,
+    greedy: Annotated[bool, typer.Option(help="Take the most probable token instead of sampling.")] = False,
+    temperature: Annotated[float, typer.Option(min=0.01, callback=finite, help="Temperature of sampling.")] = 0.8,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, callback=finite, help="Nucleus of sampling.")] = 0.95,
+    seed: Annotated[
+        int, typer.Option(min=0, max=LARGEST_SEED, help="Seed of the first prompt; the next ones follow it.")
+    ] = 0,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends a continuation; several times.")] = None,
+    max_prompt_tokens: Annotated[
+        int | None,
+        typer.Option(min=2, max=MOST, help="Read the last tokens of longer prompts alone, and count these."),
+    ] = None,
+    include_prompts: Annotated[bool, typer.Option(help="Write prompts beside their continuations.")] = False,
+    rows: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Prompts continued at once; as memory allows by default.")
+    ] = None,
+    piece: Annotated[
+        int | None, typer.Option(min=1, max=MOST, help="Tokens of prompts that are read between two steps.")
+    ] = None,
+    attention_pattern: Pattern = None,
+    blockwise: Blockwise = None,
+    sinks: Sinks = 0,
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: Trust = False,
+    text_field: TextField = "text",
+    as_json: Json = False,
+) -> None:
+    """Continue every text of a corpus that may be larger than memory, many at once; a run that was stopped continues.
+
+    Under torchrun or accelerate launch the texts are shared out between the processes.
+    """
+    from lex_hf.data.documents import stream_documents
+    from lex_hf.evaluation.loading import load_for_evaluation
+    from lex_hf.evaluation.sweep import of_pattern
+    from lex_hf.inference import corpus
+    from lex_hf.records import check_folder
+
+    with session(as_json) as console:
+        _check_readable_twice(files)
+        check_folder(output, "--output")
+        chosen = corpus.CorpusOptions(
+            max_new_tokens=max_new_tokens,
+            do_sample=not greedy,
+            temperature=None if greedy else temperature,
+            top_p=None if greedy else top_p,
+            seed=seed,
+            stop_strings=[typed(each, "--stop") for each in stop or ()],
+            max_prompt_tokens=max_prompt_tokens,
+            include_prompts=include_prompts,
+            rows=rows,
+            piece=piece,
+        )
+        loading = options.loading(device, dtype, trust_remote_code, blockwise, sinks)
+        prompts = stream_documents(files, text_field=text_field)
+        network, tokenizer = load_for_evaluation(model, **loading, **of_pattern(attention_pattern))
+        result = corpus.generate_corpus(network, tokenizer, prompts, output, chosen)
+    if is_main_process():
+        show(console, as_json, result.to_dict(), _continued(result))
+
+
+def _check_readable_twice(files: list[str]) -> None:
+    for each in files:
+        if Path(each).is_fifo():
+            raise ValueError(
+                f"{each} is a pipe, which can be read only once, and prompts are read again to continue a run: write "
+                "them to a file first."
+            )
+
+
+def _continued(result: Any) -> str:
+    """Return a result as sentences."""
+    reasons = result.finish_reasons
+    lines = [
+        f"{result.prompts} prompts, {result.prompt_tokens} tokens read, {result.tokens} written",
+        f"{reasons.get('stop', 0)} ended by themselves, {reasons.get('length', 0)} at the limit",
+    ]
+    if result.finished_before:
+        lines.append(f"{result.finished_before} were finished before")
+    if result.cut:
+        lines.append(f"of {result.cut} only the last tokens were read")
+    return "\n".join(lines)
 
 
 def serve(

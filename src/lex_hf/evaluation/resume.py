@@ -38,7 +38,7 @@ class Records:
 
     def __init__(self, path: str | Path, settings: ProtocolSettings, model: PreTrainedModel) -> None:
         path = Path(path)
-        measurement = {"protocol": settings.protocol, "length": settings.length, "model": _fingerprint(model)}
+        measurement = {"protocol": settings.protocol, "length": settings.length, "model": model_fingerprint(model)}
         self._measurement = json.dumps(measurement | settings.options, sort_keys=True).encode()
         rank = PartialState().process_index
         self._file = path.with_name(f"{path.name}.{rank}") if rank else path
@@ -106,8 +106,8 @@ def _whole_lines(path: Path) -> bytes:
     return content[:end]
 
 
-def _fingerprint(model: PreTrainedModel) -> str:
-    """SHA-256 of configuration and weights, wherever the model is stored: a folder's content may change."""
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """Return the SHA-256 of configuration and weights, wherever the model is stored: a folder's content may change."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, weight in sorted(model.state_dict().items()):

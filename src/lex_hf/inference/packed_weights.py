@@ -82,8 +82,7 @@ class Int8Packing:
         return (weight / scales.float()[:, None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
     def multiply(self, states: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Multiply states, `(rows, in_features)` in bfloat16; returns `(rows, outputs)`."""
-        states = F.pad(states, (0, -states.shape[1] % _TILE))
+        """Multiply states, `(rows, inputs)` in bfloat16; returns `(rows, outputs)`."""
         return torch.ops.aten._weight_int8pack_mm(states, packed, scales)
 
     def unpack(self, packed: torch.Tensor, scales: torch.Tensor, in_features: int) -> torch.Tensor:
@@ -127,8 +126,7 @@ class Int4Packing:
         return packed, torch.stack((step, middle), dim=2).transpose(0, 1).contiguous().bfloat16()
 
     def multiply(self, states: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        """Multiply states, `(rows, in_features)` in bfloat16; returns `(rows, outputs)`."""
-        states = F.pad(states, (0, -states.shape[1] % self.group_size))
+        """Multiply states, `(rows, inputs)` in bfloat16; returns `(rows, outputs)`."""
         return torch.ops.aten._weight_int4pack_mm_for_cpu(states, packed, self.group_size, scales)
 
     def unpack(self, packed: torch.Tensor, scales: torch.Tensor, in_features: int) -> torch.Tensor:
@@ -193,6 +191,7 @@ class PackedLinear(nn.Module):
         self.packing = PACKINGS[config.bits](config.group_size)
         packed, scales = self.packing.pack(linear.weight.detach().float())
         # Parameters, not buffers: they are what the model knows, and counted and compared as such.
+        self.missing = -linear.in_features % (config.group_size if config.bits == 4 else _TILE)
         self.packed, self.scales = (nn.Parameter(tensor, requires_grad=False) for tensor in (packed, scales))
         self.bias = linear.bias
 
@@ -223,7 +222,8 @@ class PackedLinear(nn.Module):
         return not torch.compiler.is_compiling() and states.shape[0] >= self.packing.many
 
     def _multiply(self, states: torch.Tensor) -> torch.Tensor:
-        return self.packing.multiply(states.contiguous(), self.packed, self.scales)[:, : self.out_features]
+        states = F.pad(states, (0, self.missing)) if self.missing else states.contiguous()
+        return self.packing.multiply(states, self.packed, self.scales)[:, : self.out_features]
 
     def _multiply_many(self, states: torch.Tensor) -> torch.Tensor:
         """Multiply by weights that are unpacked a part at a time."""

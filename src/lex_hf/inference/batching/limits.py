@@ -34,7 +34,7 @@ _TRUE_ANYWAY: dict[str, tuple[Any, ...]] = {
 }
 _ORDERS = {"fifo": False, "prefill_first": True}
 
-_MEMORY_SHARE = 0.8  # of what is free
+MEMORY_SHARE = 0.8  # of what is free
 _MOST_ROWS = {"cpu": 32}  # beyond these, and 256 elsewhere, more rows hardly write more tokens a second
 _PIECE = {"cpu": 256}  # tokens, and 2,048 elsewhere
 
@@ -80,9 +80,7 @@ class Limits:
         hints = WorkloadHints() if hints is None else hints
         prompt, new = hints.max_prompt_length, hints.max_generated_length
         count = getattr(hints, "num_requests", 0)  # no field of it in older transformers
-        is_bounded = all(
-            not hasattr(layer, "block") or layer.block is not None for layer in new_cache(model, 1).layers
-        )
+        is_bounded = is_constant(model)
         if not is_bounded and not (prompt and new):
             raise ValueError(
                 "This model has layers with full attention, whose memory grows with a text: say how long texts "
@@ -90,7 +88,7 @@ class Limits:
             )
         given = config.max_requests_per_batch
         most = given or min(_MOST_ROWS.get(device, 256), count or 256)
-        memory = None if given else int((config.max_memory_percent or _MEMORY_SHARE) * _free(model.device))
+        memory = None if given else int((config.max_memory_percent or MEMORY_SHARE) * _free(model.device))
         compile_config = config.decode_compile_config or getattr(generation_config, "compile_config", None)
         if compile_config is None and getattr(config, "default_compile_level", False):
             compile_config = CompileConfig(dynamic=False)
@@ -124,6 +122,11 @@ class Limits:
                 f"layers with full attention have room for {self.room} in all: give max_new_tokens, or make the "
                 "manager with larger workload_hints."
             )
+
+
+def is_constant(model: Any) -> bool:
+    """Return whether the memory of a text is constant, i.e. no layer has full attention."""
+    return all(not hasattr(layer, "block") or layer.block is not None for layer in new_cache(model, 1).layers)
 
 
 def _check(config: ContinuousBatchingConfig) -> None:
