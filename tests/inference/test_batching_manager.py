@@ -367,7 +367,7 @@ class TestLimits:
         config = model().config
         per_token = 2 * config.num_hidden_layers * config.hidden_size * 4
         assert per_token * config.training_length <= one <= per_token * config.training_length + 1000
-        monkeypatch.setattr("lex_hf.inference.batching.limits._free", lambda device: 5 * one)
+        monkeypatch.setattr("lex_hf.inference.batching.limits.free_memory", lambda device: 5 * one)
         free = ContinuousBatchingConfig(max_memory_percent=1.0)
         assert model().init_continuous_batching(continuous_batching_config=free).rows.size == 5
         assert model().init_continuous_batching().rows.size == 4

@@ -1,7 +1,6 @@
 """What a manager may use: rows, tokens between two steps, room of full attention; from transformers' settings."""
 
 import dataclasses
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +10,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.utils import WorkloadHints
 
 from lex_hf.inference.caches import new_cache
+from lex_hf.inference.machine import memory_of
 
 # Of transformers' settings, those that are used, and those that say what holds without pages anyway.
 _USED = {
@@ -88,7 +88,7 @@ class Limits:
             )
         given = config.max_requests_per_batch
         most = given or min(_MOST_ROWS.get(device, 256), count or 256)
-        memory = None if given else int((config.max_memory_percent or MEMORY_SHARE) * _free(model.device))
+        memory = None if given else int((config.max_memory_percent or MEMORY_SHARE) * free_memory(model.device))
         compile_config = config.decode_compile_config or getattr(generation_config, "compile_config", None)
         if compile_config is None and getattr(config, "default_compile_level", False):
             compile_config = CompileConfig(dynamic=False)
@@ -158,8 +158,6 @@ def _check(config: ContinuousBatchingConfig) -> None:
         )
 
 
-def _free(device: torch.device) -> int:
+def free_memory(device: torch.device) -> int:
     """Return the bytes that are free on a device."""
-    if device.type == "cpu":
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return int(torch.get_device_module(device).mem_get_info(device)[0])
+    return memory_of(device) if device.type == "cpu" else int(torch.get_device_module(device).mem_get_info(device)[0])

@@ -16,7 +16,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
-from lex_hf.inference.batching.limits import Limits
+from lex_hf.inference.batching.layout import WeightLayout
+from lex_hf.inference.batching.limits import Limits, free_memory
 from lex_hf.inference.batching.outputs import Outputs, is_finished
 from lex_hf.inference.batching.requests import Prompt, Request, Settings, check_prompt
 from lex_hf.inference.batching.rows import Rows
@@ -43,7 +44,8 @@ class BlockBatchingManager:
             `decode_compile_config`, `default_compile_level`. Those that only pages have must be left alone.
         workload_hints: The longest prompt and continuation, which layers with full attention must have room for.
         session_bytes: Bytes for what finished requests leave behind; a prompt that begins with their text goes on from
-            there. 0 keeps nothing.
+            there. 0 keeps nothing. On a CPU in float32, a copy of the weights in another layout is held while the
+            manager runs, if there is memory for it.
         session_folder: Where to keep it; by default in memory.
 
     Raises:
@@ -99,6 +101,10 @@ class BlockBatchingManager:
         self._pauses = 0
         self._is_paused = self._is_stopping = self._is_hurried = False
         self._thread: threading.Thread | None = None
+        layout = WeightLayout(model)
+        used = layout.nbytes() + self.rows.size * self.rows.row_bytes
+        is_worth_it = compile_config is None and self.rows.size > 1 and used <= free_memory(model.device)
+        self._layout = layout if is_worth_it else None
 
     # Requests and their results: called from any thread.
 
@@ -282,6 +288,7 @@ class BlockBatchingManager:
             return
         self._is_stopping = self._is_hurried = False
         self.fatal_error = None
+        self._lay_out()
         self.outputs.open()
         self._thread = threading.Thread(target=self._run, name="lex-hf-batching", daemon=True)
         self._thread.start()
@@ -345,11 +352,18 @@ class BlockBatchingManager:
                 self._pauses -= 1
                 raise RuntimeError("The manager does not run: there is nothing to pause.")
         try:
+            self._lay_out(is_wanted=False)
             yield
         finally:
+            self._lay_out()
             with self._changed:
                 self._pauses -= 1
                 self._changed.notify_all()
+
+    def _lay_out(self, is_wanted: bool = True) -> None:
+        """Lay out the weights for steps of several rows, as they are now; or let layers use those that they have."""
+        if self._layout is not None:
+            (self._layout.apply if is_wanted else self._layout.remove)()
 
     def _deliver(self, output: GenerationOutput) -> None:
         if is_finished(output):
@@ -372,6 +386,7 @@ class BlockBatchingManager:
             self._take_in()
             schedule.fail_all(f"Generation failed: {error}")
         finally:
+            self._lay_out(is_wanted=False)
             self.outputs.close()
             with self._changed:
                 self._changed.notify_all()
