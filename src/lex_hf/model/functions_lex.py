@@ -183,42 +183,43 @@ def attend_by_row(
     """
     batch, heads, slots, _ = key.shape
     exact = torch.promote_types(query.dtype, torch.float32)
-    output = query.new_empty((*query.shape[:3], value.shape[3]))
-    queries, places = (states.unflatten(1, (heads, -1)).squeeze(3) for states in (query, output))
+    # What is small is computed for all rows at once: here, calls take as long as what they do.
+    asked = (query.squeeze(2).unflatten(1, (heads, -1)).to(exact) * scaling)[:, :, :, None]
+    asked = (asked if scales is None else asked * scales[:, :, None]).permute(0, 1, 3, 4, 2)
     added = None if mask is None else mask.expand(batch, query.shape[1], 1, slots).unflatten(1, (heads, -1)).squeeze(3)
+    outputs = []
     for row in range(batch):
         end = slots if ends is None else ends[row]
         size = max(1, PART // (end * key.shape[3]))  # heads of keys in a part
         for first in range(0, heads, size):
-            part = (row, slice(first, first + size))
-            asked = (queries[part].to(exact) * scaling)[:, :, None]
-            if scales is not None:
-                asked = asked * scales[row]
-            scores = _scores(key[part][:, :end].to(exact), asked, slots // asked.shape[2])
+            part = slice(first, first + size)
+            scores = _scores(key[row, part, :end].to(exact), asked[row, part], slots)
             if added is not None:
-                scores = _masked(scores, added[part][..., :end])
-            places[part] = scores.softmax(dim=-1) @ value[part][:, :end].to(exact)
-    return output
+                scores = _masked(scores, added[row, part, :, :end])
+            outputs.append(scores.softmax(dim=-1) @ value[row, part, :end].to(exact))
+    return torch.cat(outputs).view(*query.shape[:3], -1).to(query.dtype)
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return scores + mask if mask.dtype != torch.bool else scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
 
 
-def _scores(key: torch.Tensor, query: torch.Tensor, width: int) -> torch.Tensor:
-    """Multiply keys with queries, of which there is one for each part of the keys.
+def _scores(key: torch.Tensor, query: torch.Tensor, slots: int) -> torch.Tensor:
+    """Multiply keys with queries, of which there is one for each equal part of all slots.
 
     Args:
-        key: Shape `(heads, key, head_dim)`.
-        query: Shape `(heads, group, parts, head_dim)`.
-        width: Number of keys in a part.
+        key: The first keys, shape `(heads, key, head_dim)`.
+        query: Shape `(heads, parts, head_dim, group)`.
+        slots: Number of slots.
 
     Returns:
         Shape `(heads, group, key)`.
     """
-    parts = zip(key.split(width, dim=1), query.unbind(2), strict=False)
-    products = [keys @ queries.transpose(1, 2) for keys, queries in parts]
-    return (products[0] if len(products) == 1 else torch.cat(products, dim=1)).transpose(1, 2)
+    width = slots // query.shape[1]
+    if key.shape[1] <= width:
+        return (key @ query[:, 0]).transpose(1, 2)
+    parts = zip(key.split(width, dim=1), query.unbind(1), strict=False)
+    return torch.cat([keys @ queries for keys, queries in parts], dim=1).transpose(1, 2)
 
 
 def _for_all_heads(seen: torch.Tensor) -> torch.Tensor:
