@@ -289,6 +289,14 @@ class TestRunning:
         assert manager.get_result(name).generated_tokens == alone(PROMPTS[1], 6)
         manager.destroy()
 
+    def test_leaving_a_block_without_waiting_lets_requests_go_on(self) -> None:
+        with model().continuous_batching_context_manager(continuous_batching_config=small(), block=False) as manager:
+            name = manager.add_request(PROMPTS[3], max_new_tokens=40)
+        result = manager.get_result(name)
+        assert result is not None
+        assert result.generated_tokens == alone(PROMPTS[3], 40)
+        manager.destroy()
+
     def test_stopping_at_once_ends_requests_with_an_error(self) -> None:
         manager = model().init_continuous_batching(continuous_batching_config=small())
         manager.start()

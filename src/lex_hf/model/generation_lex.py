@@ -134,6 +134,14 @@ class LexGenerationMixin(GenerationMixin):
         """
         return continuous_batching().init(self, *args, **kwargs)
 
+    def continuous_batching_context_manager(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate for many requests within a block of code; see [`lex_hf.inference.batching.running`].
+
+        Raises:
+            ImportError: If lex_hf is not installed.
+        """
+        return continuous_batching().running(self, *args, **kwargs)
+
     def generate_batch(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Generate for a list of prompts of any lengths; see [`lex_hf.inference.batching.generate_batch`].
 

@@ -23,7 +23,12 @@ from lex_hf.rope.reader import ModelFunction, Reader
 logger = logging.get_logger(__name__)
 
 _ATTRIBUTE = "_lex_hf_blockwise"
-_BATCHING = ("init_continuous_batching", "generate_batch", "destroy_cached_continuous_batching_manager")
+_BATCHING = (
+    "init_continuous_batching",
+    "continuous_batching_context_manager",
+    "generate_batch",
+    "destroy_cached_continuous_batching_manager",
+)
 _CHECKED_TOKENS = 11  # more than five blocks of the two tokens with which a model is tried
 _SHIFTED_TOKENS, _SHIFT = 4, 3
 _REFUSAL = "cannot be made blockwise"

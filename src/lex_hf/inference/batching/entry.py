@@ -1,6 +1,7 @@
 """The entry points of continuous batching, as models of transformers have them."""
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from transformers import GenerationConfig
@@ -43,6 +44,43 @@ def destroy_kept(model: Any) -> None:
     kept = vars(model).pop("_cached_continuous_batching_manager", None)
     if kept is not None:
         kept.destroy()
+
+
+@contextlib.contextmanager
+def running(
+    model: Any,
+    generation_config: GenerationConfig | None = None,
+    block: bool = True,
+    timeout: float | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    workload_hints: WorkloadHints | None = None,
+    **options: Any,
+) -> Iterator[BlockBatchingManager]:
+    """Run a manager for as long as a block of code takes; requests that have not ended then are waited for.
+
+    Args:
+        model: A LEX model, or one that [`lex_hf.blockwise`] made.
+        generation_config: As for [`BlockBatchingManager`], like all that is not listed here.
+        block: Whether to wait for requests that have not ended; otherwise they go on in their thread.
+        timeout: Seconds to wait for them at most, after which they go on; `None` for no limit.
+        continuous_batching_config: See there.
+        persistent_manager: Whether to keep the manager for the next time.
+        warmup: Whether to compile before the first request, if steps are compiled.
+        workload_hints: See there.
+        options: See there.
+    """
+    manager = init(model, generation_config, continuous_batching_config, workload_hints, **options)
+    if warmup and not manager.warmed_up:
+        manager.warmup()
+    manager.start()
+    try:
+        yield manager
+    finally:
+        manager.stop(block=block, timeout=timeout, keep_for_next_session=persistent_manager)
+        if not persistent_manager and not manager.is_running():
+            manager.destroy()
 
 
 def generate_batch(
