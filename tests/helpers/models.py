@@ -8,6 +8,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from packaging.version import Version
 from transformers import PreTrainedModel
+from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from helpers import reference
 from lex_hf import LexCache, LexConfig, LexForCausalLM
@@ -48,6 +49,12 @@ NEVER = SIZES["vocab_size"]
 needs_whole_graphs = pytest.mark.skipif(
     Version(torch.__version__).release < (2, 13),
     reason="older PyTorch does not compile the whole graphs of these models",
+)
+
+
+needs_rows = pytest.mark.skipif(
+    not hasattr(ContinuousBatchingConfig(), "max_requests_per_batch"),
+    reason="older transformers has no number of rows among its settings of continuous batching",
 )
 
 

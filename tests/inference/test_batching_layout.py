@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import random_ids, tiny_model
+from helpers.models import needs_rows, random_ids, tiny_model
 from helpers.rope_models import rope_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,6 +68,7 @@ def test_what_is_no_plain_weight_is_left_alone() -> None:
     assert not any("forward" in vars(layer) for layer in layers)
 
 
+@needs_rows
 @pytest.mark.parametrize("make", [tiny_model, lambda: blockwise(rope_model())])
 def test_a_manager_uses_them_while_it_runs_and_takes_new_weights_after_a_pause(make: Any) -> None:
     model = make()
@@ -101,6 +102,7 @@ def test_a_manager_uses_them_while_it_runs_and_takes_new_weights_after_a_pause(m
     manager.destroy()
 
 
+@needs_rows
 @pytest.mark.parametrize(("free", "is_used"), [(10**4, False), (10**9, True)])
 def test_without_memory_for_them_there_are_none(free: int, is_used: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lex_hf.inference.batching.manager.free_memory", lambda device: free)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import PATTERNS, random_ids, tiny_model
+from helpers.models import PATTERNS, needs_rows, random_ids, tiny_model
 from helpers.rope_models import rope_model
 from tokenizers import Tokenizer, decoders, models
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -20,6 +20,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from lex_hf import LexForCausalLM, blockwise, restore
 from lex_hf.inference.batching import BlockBatchingManager
 
+pytestmark = needs_rows
 PROMPTS = [random_ids(1, length, seed=length)[0].tolist() for length in (1, 5, 14, 15, 33, 60)]
 
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 from filelock import FileLock
 from helpers.forks import PACKAGE
-from helpers.models import tiny_model
+from helpers.models import needs_rows, tiny_model
 from helpers.rope_models import rope_model
 from transformers import PreTrainedModel
 
@@ -26,6 +26,8 @@ from lex_hf.data.documents import stream_documents
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.inference import corpus
 from lex_hf.inference.corpus import CorpusOptions, generate_corpus
+
+pytestmark = needs_rows
 
 TOKENIZER = byte_tokenizer()
 IDS = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
@@ -181,7 +183,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from lex_hf.data.tokenizers import byte_tokenizer
-from helpers.models import tiny_model
+from helpers.models import needs_rows, tiny_model
 import test_corpus
 
 folder = Path(sys.argv[1])

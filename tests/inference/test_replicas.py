@@ -18,7 +18,7 @@ from urllib.request import Request, urlopen
 import psutil
 import pytest
 from helpers.forks import PACKAGE, Forked
-from helpers.models import tiny_model
+from helpers.models import needs_rows, tiny_model
 from helpers.serving import alone, chat_tokenizer, letter_model, wait_for
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -28,6 +28,8 @@ from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.inference.batching import BlockBatchingManager
 from lex_hf.inference.batching.sessions import FileSessions
 from lex_hf.inference.caches import new_cache
+
+pytestmark = needs_rows
 
 LOST = (HTTPError, URLError, HTTPException, ConnectionError)  # what becomes of a request whose replica is gone
 FIRST, SECOND = "In a hole in the ground", " there lived a hobbit. Not a nasty, dirty, wet hole"

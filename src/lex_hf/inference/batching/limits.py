@@ -72,9 +72,12 @@ class Limits:
         """Check transformers' settings, and take from them what has a meaning for blocks.
 
         Raises:
+            ImportError: If transformers' settings have no number of rows yet.
             ValueError: If a setting is impossible, or only pages have it; or layers with full attention do not know
                 how long texts become.
         """
+        if not hasattr(config, "max_requests_per_batch"):
+            raise ImportError("Continuous batching needs a newer transformers than this: pip install -U transformers")
         _check(config)
         device = model.device.type
         hints = WorkloadHints() if hints is None else hints
