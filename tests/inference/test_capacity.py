@@ -18,6 +18,7 @@ from lex_hf import LexConfig, LexStaticCache, blockwise
 from lex_hf.inference import machine
 from lex_hf.inference.capacity import LENGTHS, Capacity, capacity
 from lex_hf.model.cache_layer_lex import LexCacheLayer
+from lex_hf.model.versions_lex import HYBRIDS_TAKE_BACK
 
 DEVICE: dict[str, Any] = {"device_memory": 2**30, "bandwidth": 10**9}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -32,6 +33,7 @@ IN_BLOCKS = (
     "mixtral",
     "gpt_neox",
 )
+LATER = ("gemma3n_text", "lfm2", "falcon_h1")  # which older versions of transformers do not read in blocks
 WITHOUT_BLOCKS = ("gpt_bigcode", "bloom", "gpt2")
 PATTERNS = st.sampled_from(["blockwise", "sliding", "full"])
 
@@ -134,7 +136,7 @@ def test_every_kind_of_layer_is_counted(kind: str) -> None:
     assert [each.row_bytes for each in found.full] == [read(model, tokens) for tokens in lengths]
     assert found.blocks == ()
     assert found.weights_bytes == sum(each.nbytes for each in model.parameters())
-    if kind in WITHOUT_BLOCKS:
+    if kind in WITHOUT_BLOCKS or (kind in LATER and not HYBRIDS_TAKE_BACK):
         return
     for sinks in (0, 1):
         in_blocks = capacity(config, **DEVICE, blockwise=architectures.LENGTH, sinks=sinks, lengths=lengths)

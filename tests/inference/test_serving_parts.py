@@ -15,7 +15,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import AutoModelForSequenceClassification
 from transformers.generation.continuous_batching.requests import GenerationOutput, RequestStatus
-from transformers.utils.chat_parsing import ResponseParser
 from typer.testing import CliRunner
 
 from lex_hf.cli.commands import app
@@ -23,6 +22,10 @@ from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.inference import serve as entry
 from lex_hf.inference.serving.limits import ServingLimits
 from lex_hf.inference.serving.metrics import _COUNTS, Histogram, Metrics
+
+ResponseParser = pytest.importorskip(
+    "transformers.utils.chat_parsing", reason="serving needs a newer transformers"
+).ResponseParser
 
 TOKENIZER = byte_tokenizer()
 
