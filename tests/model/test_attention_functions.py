@@ -138,7 +138,7 @@ def test_flex_attention_gives_the_same_logits(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("kind", ["none", "boolean", "added", "by head"])
-@pytest.mark.parametrize("ends", [None, (3, 11), (14, 7)])
+@pytest.mark.parametrize("ends", [None, (3, 11), (14, 7), (13, 11), (6, 7)])
 def test_single_queries_row_by_row(
     dtype: torch.dtype, parts: int, kind: str, ends: tuple[int, int] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,10 +151,13 @@ def test_single_queries_row_by_row(
     masks = {
         "none": None,
         "boolean": torch.rand(2, 1, 1, 14, generator=generator) < 0.6,
-        "added": torch.randn(1, 1, 1, 14, generator=generator).to(dtype),
+        "added": torch.randn(2, 1, 1, 14, generator=generator).to(dtype),
         "by head": torch.randn(2, 6, 1, 14, generator=generator).to(dtype),
     }
     mask = masks[kind]
+    for row, end in enumerate(ends or ()):
+        if mask is not None:
+            mask[row, ..., end:] = False if kind == "boolean" else torch.finfo(dtype).min
     suits = functools.partial(functions_lex.suits_rows, query, key, value, ends, scaling=0.3)
     is_faster = ends is not None or dtype in (torch.bfloat16, torch.float16)
     assert not torch.is_grad_enabled() or not suits()

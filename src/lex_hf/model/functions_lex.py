@@ -11,6 +11,7 @@ from .linear_lex import runs_plainly
 from .versions_lex import flex_takes_biases
 
 PART = 2**20  # numbers of keys or values that are brought into float32 at once: what a cache of a CPU holds
+_ALIKE = 0.75  # share of the slots that rows need of those of the longest one, from which on they attend at once
 HALVES = (torch.bfloat16, torch.float16)
 _ACTS = ("position_bias", "softcap", "cache")  # options on which sdpa acts, or which it refuses
 
@@ -166,7 +167,8 @@ def attend_by_row(
 ) -> torch.Tensor:
     """Attend with one query in each row, row after row, in float32 or float64.
 
-    Keys and values in half precision are brought into float32 a few heads at a time.
+    Keys and values in half precision are brought into float32 a few heads at a time. Rows that need about as many
+    slots attend at once, over those that the longest one needs.
 
     Args:
         query: Shape `(batch, num_heads, 1, head_dim)`.
@@ -187,17 +189,29 @@ def attend_by_row(
     asked = (query.squeeze(2).unflatten(1, (heads, -1)).to(exact) * scaling)[:, :, :, None]
     asked = (asked if scales is None else asked * scales[:, :, None]).permute(0, 1, 3, 4, 2)
     added = None if mask is None else mask.expand(batch, query.shape[1], 1, slots).unflatten(1, (heads, -1)).squeeze(3)
+    are_alike = ends is not None and sum(ends) >= _ALIKE * batch * max(ends)
+    if are_alike and ends is not None and added is not None and query.dtype == exact:
+        end = max(ends)
+        output = _attended(key[:, :, :end], value[:, :, :end], asked, added[..., :end], slots)
+        return output.flatten(1, 2)[:, :, None]
     outputs = []
     for row in range(batch):
         end = slots if ends is None else ends[row]
         size = max(1, PART // (end * key.shape[3]))  # heads of keys in a part
         for first in range(0, heads, size):
             part = slice(first, first + size)
-            scores = _scores(key[row, part, :end].to(exact), asked[row, part], slots)
-            if added is not None:
-                scores = _masked(scores, added[row, part, :, :end])
-            outputs.append(scores.softmax(dim=-1) @ value[row, part, :end].to(exact))
+            keys, values = (states[row, part, :end].to(exact) for states in (key, value))
+            rest = None if added is None else added[row, part, :, :end]
+            outputs.append(_attended(keys, values, asked[row, part], rest, slots))
     return torch.cat(outputs).view(*query.shape[:3], -1).to(query.dtype)
+
+
+def _attended(
+    key: torch.Tensor, value: torch.Tensor, query: torch.Tensor, mask: torch.Tensor | None, slots: int
+) -> torch.Tensor:
+    """Attend with the queries of one row, or of several; shapes as for [`_scores`], and `(..., heads, group, key)`."""
+    scores = _scores(key, query, slots)
+    return (scores if mask is None else _masked(scores, mask)).softmax(dim=-1) @ value
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -208,18 +222,18 @@ def _scores(key: torch.Tensor, query: torch.Tensor, slots: int) -> torch.Tensor:
     """Multiply keys with queries, of which there is one for each equal part of all slots.
 
     Args:
-        key: The first keys, shape `(heads, key, head_dim)`.
-        query: Shape `(heads, parts, head_dim, group)`.
+        key: The first keys, shape `(..., heads, key, head_dim)`.
+        query: Shape `(..., heads, parts, head_dim, group)`.
         slots: Number of slots.
 
     Returns:
-        Shape `(heads, group, key)`.
+        Shape `(..., heads, group, key)`.
     """
-    width = slots // query.shape[1]
-    if key.shape[1] <= width:
-        return (key @ query[:, 0]).transpose(1, 2)
-    parts = zip(key.split(width, dim=1), query.unbind(1), strict=False)
-    return torch.cat([keys @ queries for keys, queries in parts], dim=1).transpose(1, 2)
+    width = slots // query.shape[-3]
+    if key.shape[-2] <= width:
+        return (key @ query[..., 0, :, :]).transpose(-1, -2)
+    parts = zip(key.split(width, dim=-2), query.unbind(-3), strict=False)
+    return torch.cat([keys @ queries for keys, queries in parts], dim=-2).transpose(-1, -2)
 
 
 def _for_all_heads(seen: torch.Tensor) -> torch.Tensor:
