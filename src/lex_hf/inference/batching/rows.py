@@ -85,10 +85,6 @@ class Rows:
         """Give the memory back."""
         self.size, self.cache, self._parts = 0, new_cache(self.model, self.room), {}
 
-    def lengths(self, count: int) -> list[int]:
-        """Return how many tokens each of the first rows has read."""
-        return self.cache.layers[0].lengths[:count].tolist()
-
 
 def _check_layers(cache: Cache) -> None:
     others = sorted({type(layer).__name__ for layer in cache.layers if not isinstance(layer, LexCacheLayer)})
