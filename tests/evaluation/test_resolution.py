@@ -109,6 +109,13 @@ def test_expectation_of_biases_is_their_mean_over_heads(scheme: str) -> None:
     torch.testing.assert_close(expected_attention(config, distances), torch.tensor(expected, dtype=torch.float64))
 
 
+def test_expectation_of_each_layer_of_a_mixture() -> None:
+    mixed, distances = LexConfig(position_embedding_type=["xpos", "alibi"] * 12), torch.arange(9)
+    for layer, scheme in enumerate(("xpos", "alibi")):
+        alone = expected_attention(LexConfig(position_embedding_type=scheme), distances)
+        assert torch.equal(expected_attention(mixed, distances, layer), alone)
+
+
 @pytest.mark.parametrize("scheme", ["t5", "kerple", "sinusoidal", "learned", "none"])
 def test_schemes_without_an_expectation_say_so(scheme: str) -> None:
     with pytest.raises(ValueError, match=f"'{scheme}' has no expectation.*xpos, rope, alibi"):

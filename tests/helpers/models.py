@@ -110,7 +110,15 @@ SCHEMES: tuple[dict[str, Any], ...] = (
     {"position_embedding_type": "none"},
 )
 
-scheme_fields = st.sampled_from(SCHEMES)
+MIXED: tuple[dict[str, Any], ...] = (
+    {"position_embedding_type": ["xpos", "none"]},
+    {"position_embedding_type": ["rope", "xpos"]},
+    {"position_embedding_type": ["kerple", "t5"], "t5_num_buckets": 8, "t5_max_distance": 20},
+    {"position_embedding_type": ["sandwich", "alibi"], "sandwich_dim": 16},
+)
+HYBRID = {"attention_pattern": ["blockwise", "full"], "position_embedding_type": ["xpos", "none"]}
+
+scheme_fields = st.sampled_from((*SCHEMES, *MIXED))
 
 pattern_fields = st.sampled_from(PATTERNS)
 

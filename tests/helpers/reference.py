@@ -131,13 +131,19 @@ def forward(weights: Mapping[str, torch.Tensor], ids: torch.Tensor, settings: Ma
 
     heads, patterns = settings["num_attention_heads"], settings["patterns"]
     x = w["model.embed_tokens.weight"][ids] + embeddings(w, settings, len(ids))
+    schemes = settings.get("position_embedding_type", "xpos")
     for layer, (pattern, block) in enumerate(patterns):
+        own, parameters = settings, w
+        if isinstance(schemes, list):  # each under its own name
+            scheme = schemes[layer]
+            own = {**settings, "position_embedding_type": scheme}
+            parameters = {name.replace(f"positions.{scheme}.", "positions."): tensor for name, tensor in w.items()}
         prefix = f"model.layers.{layer}"
         h = norm(f"{prefix}.input_layernorm", x)
         states = [linear(f"{prefix}.self_attn.{n}_proj", h).unflatten(-1, (heads, -1)).transpose(0, 1) for n in "qkv"]
         mask, outputs = visible(pattern, len(ids), block), []
         for head, (q, k, v) in enumerate(zip(*states, strict=True), start=1):
-            scores = xpos_scores(q, k, settings) + biases(w, settings, head, len(ids))
+            scores = xpos_scores(q, k, own) + biases(parameters, own, head, len(ids))
             outputs.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v)
         x = x + linear(f"{prefix}.self_attn.o_proj", torch.cat(outputs, dim=-1))
         h = linear(f"{prefix}.mlp.up_proj", norm(f"{prefix}.post_attention_layernorm", x))

@@ -345,6 +345,9 @@ def foreign_caches(model: LexForCausalLM) -> dict[str, Any]:
         "layer 0 has position_embedding_type = 'rope', not 'xpos'": LexCache(
             tiny_model(position_embedding_type="rope").config
         ),
+        r"position_embedding_type = \('xpos', 'none'\), not 'xpos'": LexCache(
+            tiny_model(position_embedding_type=["xpos", "none"]).config
+        ),
         "layer 0 has xpos_gamma = 0.5, not 0.4": LexCache(tiny_model(xpos_gamma=0.5).config),
         "a model with 3 layers, and this one has 2": LexCache(tiny_model(num_hidden_layers=3).config),
         "a model with 1 layers": LexStaticCache(tiny_model(num_hidden_layers=1).config, 9),

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import lex_hf
 from lex_hf import LexConfig, LexForCausalLM, LexModel
-from lex_hf.model.positions_lex import PositionScheme
+from lex_hf.model.scheme_lex import PositionScheme
 
 PACKAGE = Path(lex_hf.__file__).parent / "model"
 

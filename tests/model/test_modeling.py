@@ -8,6 +8,8 @@ from accelerate import cpu_offload
 from helpers import reference
 from helpers.models import (
     ABLATIONS,
+    HYBRID,
+    MIXED,
     PATTERNS,
     SCHEMES,
     SIZES,
@@ -40,7 +42,7 @@ def padded(texts: list[torch.Tensor], places: list[torch.Tensor]) -> tuple[torch
     return ids, mask
 
 
-@pytest.mark.parametrize("fields", PATTERNS + ABLATIONS + SCHEMES)
+@pytest.mark.parametrize("fields", PATTERNS + ABLATIONS + SCHEMES + MIXED + (HYBRID,))
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_logits_match_the_dense_reference(fields: dict[str, Any], attention: str) -> None:
     model = tiny_model(dtype=torch.float64, attn_implementation=attention, **fields)
@@ -54,7 +56,8 @@ def test_logits_match_the_dense_reference(fields: dict[str, Any], attention: str
 
 
 def test_the_reference_tells_patterns_and_schemes_apart() -> None:
-    variants = [tiny_model(dtype=torch.float64, **fields) for fields in (*PATTERNS, *ABLATIONS, *SCHEMES)]
+    kinds = (*PATTERNS, *ABLATIONS, *SCHEMES, *MIXED, HYBRID)
+    variants = [tiny_model(dtype=torch.float64, **fields) for fields in kinds]
     logits = [dense_logits(model, random_ids(50))[-1] for model in variants]
     same = [(i, j) for i in range(len(logits)) for j in range(i) if (logits[i] - logits[j]).abs().max() < 1e-3]
     assert same == [(9, 6)]  # xPos with ζ = 1 is RoPE

@@ -29,8 +29,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lex_hf import LexConfig, LexForCausalLM
+from lex_hf.model.biases_lex import T5Scheme
 from lex_hf.model.positions_lex import SCHEMES as TABLE
-from lex_hf.model.positions_lex import T5Scheme
 
 quick = hypothesis_settings(max_examples=60)
 
@@ -296,3 +296,22 @@ def test_bad_fields_are_refused(fields: dict[str, Any], scheme: str, message: st
 
 def test_schemes_that_do_not_turn_take_odd_heads() -> None:
     assert tiny_model(hidden_size=27, position_embedding_type="alibi")(random_ids(1, 5)).logits.isfinite().all()
+
+
+def test_layers_with_schemes_of_their_own(tmp_path: Path) -> None:
+    """One name for all layers is that name; several have their biases and parameters under their names."""
+    ids, places = random_ids(2, 40), torch.arange(20)
+    alone = {name: tiny_model(position_embedding_type=name) for name in ("alibi", "kerple")}
+    uniform = tiny_model(position_embedding_type=["kerple", "kerple"])
+    uniform.load_state_dict(alone["kerple"].state_dict())
+    assert torch.equal(uniform(ids).logits, alone["kerple"](ids).logits)
+    mixed = tiny_model(position_embedding_type=["alibi", "kerple"])
+    with torch.no_grad():
+        for name in ("r1", "r2"):
+            mixed.get_parameter(f"model.positions.kerple.{name}").copy_(
+                alone["kerple"].get_parameter(f"model.positions.{name}")
+            )
+    for layer, name in enumerate(alone):
+        assert torch.equal(mixed.position_bias(places, places, layer), alone[name].position_bias(places, places))
+    mixed.save_pretrained(tmp_path)
+    assert torch.equal(LexForCausalLM.from_pretrained(tmp_path)(ids).logits, mixed(ids).logits)

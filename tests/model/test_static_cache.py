@@ -5,7 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import PATTERNS, SCHEMES, TOLERANCE, left_padded, needs_whole_graphs, quick, random_ids, tiny_model
+from helpers.models import (
+    MIXED,
+    PATTERNS,
+    SCHEMES,
+    TOLERANCE,
+    left_padded,
+    needs_whole_graphs,
+    quick,
+    random_ids,
+    tiny_model,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._dynamo.utils import counters
@@ -13,7 +23,7 @@ from transformers import CompileConfig, StaticCache
 
 from lex_hf import LexCache, LexForCausalLM, LexStaticCache
 
-ALL_SCHEMES = ({}, *SCHEMES)
+ALL_SCHEMES = ({}, *SCHEMES, *MIXED)
 
 
 def in_pieces(model: LexForCausalLM, ids: torch.Tensor, pieces: list[int], cache: Any) -> torch.Tensor:

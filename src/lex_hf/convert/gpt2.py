@@ -84,7 +84,7 @@ def _config(gpt2: PreTrainedModel, fields: Mapping[str, Any]) -> LexConfig:
     if wrong:
         raise ValueError("The fields contradict the weights: " + "; ".join(wrong) + ".")
     length = fields.get("training_length", theirs.n_positions)
-    if fields.get("position_embedding_type") == "learned" and length > theirs.n_positions:
+    if "learned" in fields.get("position_embedding_type", ()) and length > theirs.n_positions:
         raise ValueError(f"training_length = {length}: learned positions end at GPT-2's {theirs.n_positions}.")
     computation = {
         "hidden_act": theirs.activation_function,
@@ -111,6 +111,6 @@ def _weights(theirs: Mapping[str, torch.Tensor], config: LexConfig) -> dict[str,
             ours |= {f"{lex}{name}.{kind}": theirs[f"{gpt2}{old}.{kind}"].t() for old, name in _NAMES.items()}
             parts = theirs[f"{gpt2}attn.c_attn.{kind}"].t().chunk(3)
             ours |= {f"{lex}self_attn.{name}_proj.{kind}": part for name, part in zip("qkv", parts, strict=True)}
-    if config.position_embedding_type == "learned":
+    if "learned" in config.layer_schemes:
         ours["model.positions.embedding.weight"] = theirs["transformer.wpe.weight"][: config.training_length]
     return ours

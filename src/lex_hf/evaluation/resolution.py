@@ -21,8 +21,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import tqdm
 
 from lex_hf.evaluation.loading import evaluating
+from lex_hf.model.biases_lex import BiasScheme
 from lex_hf.model.configuration_lex import LexConfig
-from lex_hf.model.positions_lex import SCHEMES, BiasScheme
+from lex_hf.model.positions_lex import SCHEMES
 from lex_hf.rope.blockwise import attending_with
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def attention_resolution(s: Tensor | Sequence[float], *, reading: Reading = "A")
     return (-(weights[:-1] * weights.diff()).sum() / total**2).item()
 
 
-def expected_attention(config: LexConfig, n: Tensor) -> Tensor:
+def expected_attention(config: LexConfig, n: Tensor, layer: int = 0) -> Tensor:
     """Return the s[n] that follows from a position scheme, whatever the weights.
 
     For the rotary schemes this is g_ζ[n] = Σ_i cos(nθ_i) ζ_i^(n/B) (LEX paper, Eq. 10 and Figure 2) over the d/2
@@ -98,6 +99,7 @@ def expected_attention(config: LexConfig, n: Tensor) -> Tensor:
     Args:
         config: Configuration of a LEX model.
         n: Distances in tokens, integers of any shape.
+        layer: Index of the layer; they differ where `config.position_embedding_type` is a list.
 
     Returns:
         Expected scores, float64, the shape of `n`.
@@ -114,7 +116,8 @@ def expected_attention(config: LexConfig, n: Tensor) -> Tensor:
     """
     if n.is_floating_point() or n.is_complex() or n.dtype == torch.bool or n.numel() == 0 or n.min() < 0:
         raise ValueError(f"n = {n}: distances are integers, at least one, none negative.")
-    scheme = SCHEMES[config.position_embedding_type](config)
+    name = config.layer_schemes[layer]
+    scheme = SCHEMES[name](config)
     distance = n.flatten().cpu().long()
     if isinstance(scheme, BiasScheme) and not any(True for _ in scheme.parameters()):
         return scheme.by_distance(distance, torch.float64).mean(dim=0).view(n.shape)
@@ -123,7 +126,7 @@ def expected_attention(config: LexConfig, n: Tensor) -> Tensor:
     rotation = scheme.rotation(positions, positions, None, torch.float64)
     if rotation.query is None or rotation.key is None:
         raise ValueError(
-            f"position_embedding_type = {config.position_embedding_type!r} has no expectation by distance that "
+            f"position_embedding_type = {name!r} has no expectation by distance that "
             "follows from the configuration; xpos, rope, alibi, sandwich and smoothed_sandwich have. Its scores "
             "depend on what was learned: use measure_resolution on a model."
         )

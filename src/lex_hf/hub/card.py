@@ -5,6 +5,7 @@ Only the fields of [`About`] are typed by hand; all figures come from the record
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -263,18 +264,26 @@ def _card_data(record: Mapping[str, Any]) -> ModelCardData:
 
 def _describe(model: PreTrainedModel) -> dict[str, Any]:
     config = model.config
-    span = config.attention_span(config.layer_patterns[0])
+    patterns = config.layer_patterns
+    span = max(config.attention_span(pattern) or 0 for pattern in patterns)
     return {
         "parameters": f"{model.num_parameters() / 1e6:.2f}",
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
         "heads": config.num_attention_heads,
         "vocab_size": config.vocab_size,
-        "scheme": config.position_embedding_type,
-        "pattern": config.attention_pattern,
+        "scheme": _counted(config.layer_schemes),
+        "pattern": _counted(patterns),
         "training_length": config.training_length,
         "cache_tokens": 2 * span if span else "any number of",
+        "full_layers": patterns.count("full"),
     }
+
+
+def _counted(names: Sequence[str]) -> str:
+    """Return the only name, or each with the number of its layers."""
+    counts = Counter(names)
+    return names[0] if len(counts) == 1 else " and ".join(f"{name} ({count} layers)" for name, count in counts.items())
 
 
 def _training(folder: Path) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from .functions_lex import (
 )
 from .linear_lex import runs_plainly
 from .masking_lex import FullPattern
-from .positions_lex import PositionScheme
 from .rotation_lex import Rotation, scaled
+from .scheme_lex import PositionScheme
 from .slots_lex import spread
 
 # (query, key, value, mask, is_causal, scaling=, dropout=) -> (output, weights or None), with states of the shape

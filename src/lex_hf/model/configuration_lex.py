@@ -17,10 +17,12 @@ from transformers.utils import logging
 
 # Older versions of transformers copy only the files that are imported here; positions need the others.
 from .batch_lex import Movable as Movable
+from .biases_lex import BiasScheme as BiasScheme
 from .fields_lex import MAX_SIZE, require, require_finite, require_size
 from .masking_lex import PATTERNS, FullPattern
 from .positions_lex import SCHEMES
 from .rotation_lex import Rotation as Rotation
+from .scheme_lex import PositionScheme as PositionScheme
 
 logger = logging.get_logger(__name__)
 
@@ -64,7 +66,10 @@ class LexConfig(PreTrainedConfig):
             `training_length`.
         position_embedding_type: `"xpos"`, `"rope"` (xPos with ζ = 1), `"alibi"`, `"t5"`, `"kerple"`, `"sandwich"`,
             `"smoothed_sandwich"`, `"sinusoidal"`, `"learned"` (a table of `training_length` positions; longer texts
-            are an error) or `"none"`. Their classes, in `positions_lex.py`, give formulas and sources.
+            are an error) or `"none"`. Their classes, in `positions_lex.py`, give formulas and sources. A list gives
+            one scheme per layer, as `["xpos", "xpos", "xpos", "none"]` beside `attention_pattern = ["blockwise",
+            "blockwise", "blockwise", "full"]`; `"sinusoidal"` and `"learned"` act before all layers, so they stand
+            alone. What a scheme learns is shared by its layers.
         rope_theta: Base of the rotation frequencies θ_i = rope_theta^(-2i/d).
         xpos_gamma: γ of ζ_i = (2i/d + γ)/(1 + γ).
         xpos_scale_base: B; a distance of B tokens scales pair i by ζ_i (512 in the paper, `training_length / 2`).
@@ -126,7 +131,7 @@ class LexConfig(PreTrainedConfig):
     block_length: int | None = None
     sliding_window: int | None = None
 
-    position_embedding_type: str = "xpos"
+    position_embedding_type: str | list[str] = "xpos"
     rope_theta: float | int = 10000.0
     xpos_gamma: float | int = 0.4
     xpos_scale_base: float | int = 512
@@ -173,6 +178,13 @@ class LexConfig(PreTrainedConfig):
             return [self.attention_pattern] * self.num_hidden_layers
         return self.attention_pattern[: self.num_hidden_layers]
 
+    @property
+    def layer_schemes(self) -> list[str]:
+        """The position scheme of every layer."""
+        if isinstance(self.position_embedding_type, str):
+            return [self.position_embedding_type] * self.num_hidden_layers
+        return self.position_embedding_type[: self.num_hidden_layers]
+
     def attention_span(self, pattern: str) -> int | None:
         """Number of tokens in a block of `pattern`: a query meets keys of its own and the previous block only.
 
@@ -196,11 +208,9 @@ class LexConfig(PreTrainedConfig):
     @property
     def key_fields(self) -> tuple[tuple[str, Any], ...]:
         """Names and values of the fields that decide how cached keys are rotated and scaled."""
-        kind = self.position_embedding_type
-        names = {
-            "rope": ("rope_theta",),
-            "xpos": ("rope_theta", "xpos_gamma", "xpos_scale_base", "xpos_rotation", "xpos_scale"),
-        }.get(kind, ())
+        schemes = tuple(dict.fromkeys(self.layer_schemes))
+        kind = schemes[0] if len(schemes) == 1 else tuple(self.layer_schemes)
+        names = dict.fromkeys(name for scheme in schemes for name in SCHEMES[scheme].key_fields)
         return (("position_embedding_type", kind), *((name, getattr(self, name)) for name in names))
 
     def num_parameters(self) -> int:
@@ -244,32 +254,37 @@ class LexConfig(PreTrainedConfig):
         require(length >= 2 and length % 2 == 0, "training_length", length, "must be even and at least 2")
         for name in ("training_length", "max_position_embeddings"):
             require_size(self, name)
-        patterns = [self.attention_pattern] if isinstance(self.attention_pattern, str) else self.attention_pattern
-        for pattern in patterns:
-            require(
-                pattern in ATTENTION_PATTERNS,
-                "attention_pattern",
-                pattern,
-                f"must be one of {ATTENTION_PATTERNS}",
-            )
-        if not isinstance(self.attention_pattern, str):
-            require(
-                len(patterns) >= self.num_hidden_layers,
-                "attention_pattern",
-                patterns,
-                f"must name one pattern for each of the {self.num_hidden_layers} layers",
-            )
+        self._require_names("attention_pattern", ATTENTION_PATTERNS)
         for name in ("block_length", "sliding_window"):
             if getattr(self, name) is not None:
                 require_size(self, name, hint=", or None for the default")
 
     def validate_positions(self) -> None:
         """Check the position scheme and its parameters."""
-        name, known = self.position_embedding_type, tuple(SCHEMES)
-        require(name in known, "position_embedding_type", name, f"must be one of {known}")
+        self._require_names("position_embedding_type", tuple(SCHEMES))
         for scheme in SCHEMES.values():  # an impossible value is a mistake, also where it is not in use
             scheme.validate_fields(self)
-        SCHEMES[name].validate_sizes(self)
+        names = dict.fromkeys(self.layer_schemes)
+        for name in names:
+            SCHEMES[name].validate_sizes(self)
+            require(
+                len(names) == 1 or not SCHEMES[name].adds_to_embeddings,
+                "position_embedding_type",
+                self.position_embedding_type,
+                f"must not list {name!r} beside other schemes: it is added to the embeddings, before all layers",
+            )
+
+    def _require_names(self, field: str, known: tuple[str, ...]) -> None:
+        """Check a field that holds one name for all layers, or a list with one for each."""
+        value = getattr(self, field)
+        for name in [value] if isinstance(value, str) else value:
+            require(name in known, field, name, f"must be one of {known}")
+        require(
+            isinstance(value, str) or len(value) >= self.num_hidden_layers,
+            field,
+            value,
+            f"must be one name, or a list with one for each of the {self.num_hidden_layers} layers",
+        )
 
     def validate_special_tokens(self) -> None:
         """Check that special tokens are in the vocabulary."""

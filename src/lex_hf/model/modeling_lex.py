@@ -20,6 +20,7 @@ from transformers.utils.output_capturing import capture_outputs
 # Every file is imported here, in this form: older versions of transformers copy only what they find so in this file.
 from .attention_lex import Fold, Planner, Step
 from .batch_lex import PACKED, Batch
+from .biases_lex import BiasScheme as BiasScheme
 from .cache_layer_lex import LexCacheLayer
 from .cache_lex import LexCache
 from .configuration_lex import LexConfig
@@ -30,8 +31,9 @@ from .layers_lex import LexAttention, LexDecoderLayer
 from .linear_lex import LexLinear, suits_parts
 from .loss_lex import chunked_causal_loss
 from .masking_lex import FullPattern
-from .positions_lex import SCHEMES, PositionScheme
+from .positions_lex import make_schemes
 from .rotation_lex import Rotation as Rotation
+from .scheme_lex import PositionScheme
 from .slots_lex import append as append
 from .versions_lex import record_past as record_past
 
@@ -93,7 +95,7 @@ class LexModel(LexPreTrainedModel):
         config.validate()
         _check_memory(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.positions = SCHEMES[config.position_embedding_type](config)
+        self.positions = make_schemes(config)
         self.dropout = nn.Dropout(config.hidden_dropout)
         self.layers = nn.ModuleList([LexDecoderLayer(config, index) for index in range(config.num_hidden_layers)])
         self.norm = nn.LayerNorm(config.hidden_size, eps=config.layer_norm_eps)
@@ -148,21 +150,21 @@ class LexModel(LexPreTrainedModel):
             if past_key_values is not None:
                 raise ValueError(PACKED)
             cache = None
-        if self.positions.adds_to_embeddings and own[0] == 0:
+        if self.scheme(0).adds_to_embeddings and own[0] == 0:
             positions = batch.positions_by_column(hidden_states.device) if position_ids is None else position_ids
-            hidden_states = self.positions.embed(hidden_states, positions)
+            hidden_states = self.scheme(0).embed(hidden_states, positions)
         if kwargs.setdefault("output_attentions", self.config.output_attentions):
             self._warn_without_weights()
         function = AttentionFunction(self.config._attn_implementation)
         are_recorded = kwargs["output_attentions"] or kwargs.get(
             "output_hidden_states", self.config.output_hidden_states
         )
-        names = self.config.layer_patterns
-        first = {names[index]: index for index in reversed(own)}
+        kinds = list(zip(self.config.layer_patterns, self.config.layer_schemes, strict=True))
+        first = {kinds[index]: index for index in reversed(own)}
         plans = self._plans(first, patterns, batch, cache, hidden_states, function, in_pieces=not are_recorded)
         hidden_states = self.dropout(hidden_states)
-        for layer, name in zip(self.layers, names, strict=False):
-            hidden_states = self._read(layer, hidden_states, plans.get(name, []), cache, function=function, **kwargs)
+        for layer, kind in zip(self.layers, kinds, strict=False):
+            hidden_states = self._read(layer, hidden_states, plans.get(kind, []), cache, function=function, **kwargs)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states), past_key_values=cache)
 
     def _read(
@@ -223,40 +225,52 @@ class LexModel(LexPreTrainedModel):
 
     def _plans(
         self,
-        first: dict[str, int],
+        first: dict[tuple[str, str], int],
         patterns: list[FullPattern],
         batch: Batch,
         cache: Cache | None,
         states: torch.Tensor,
         function: AttentionFunction,
         in_pieces: bool,
-    ) -> dict[str, list[Fold | Step]]:
-        """Plan this forward pass, once for each attention pattern: its pieces, of which most inputs are one.
+    ) -> dict[tuple[str, str], list[Fold | Step]]:
+        """Plan this forward pass, once for each kind of layer: its pieces, of which most inputs are one.
 
-        `first` gives the first layer with each pattern, by its name, in whose cache it reads what came before.
+        `first` gives the first layer with each attention pattern and position scheme, by their names, in whose cache
+        it reads what came before.
         """
         in_pieces = in_pieces and suits_parts(states, CHUNK, self.layers) and not any(map(_is_observed, self.layers))
-        plans: dict[str, list[Fold | Step]] = {}
-        for name, index in first.items():
+        plans: dict[tuple[str, str], list[Fold | Step]] = {}
+        for kind, index in first.items():
             pattern, layer = patterns[index], None if cache is None else cache.layers[index]
-            planner = Planner(pattern, self.positions, function, states.dtype, states.device, self.tp_mesh)
-            plans[name] = planner.plan(_pieces(batch, layer, pattern.block) if in_pieces else [batch], layer)
+            planner = Planner(pattern, self.scheme(index), function, states.dtype, states.device, self.tp_mesh)
+            plans[kind] = planner.plan(_pieces(batch, layer, pattern.block) if in_pieces else [batch], layer)
         return plans
 
+    def scheme(self, layer: int) -> PositionScheme:
+        """Return the position scheme of a layer."""
+        found = self.positions
+        if isinstance(found, nn.ModuleDict):
+            found = found[self.config.layer_schemes[layer]]
+        assert isinstance(found, PositionScheme)
+        return found
+
     @torch.no_grad()
-    def position_bias(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+    def position_bias(
+        self, query_positions: torch.Tensor, key_positions: torch.Tensor, layer: int = 0
+    ) -> torch.Tensor:
         """Return what the position scheme adds to attention scores.
 
         Args:
             query_positions: Positions of queries, shape `(query,)`.
             key_positions: Positions of keys, shape `(key,)`.
+            layer: Index of the layer; they differ where `config.position_embedding_type` is a list.
 
         Returns:
             Shape `(heads, query, key)`; zeros for schemes that do not act on scores.
         """
         num_positions = int(max(query_positions.max(), key_positions.max())) + 1
         dtype = torch.promote_types(self.embed_tokens.weight.dtype, torch.float32)
-        bias = self.positions(query_positions, key_positions, num_positions, dtype)
+        bias = self.scheme(layer)(query_positions, key_positions, num_positions, dtype)
         if bias is not None:
             return bias
         shape = (self.config.num_attention_heads, len(query_positions), len(key_positions))
@@ -397,9 +411,11 @@ class LexForCausalLM(LexGenerationMixin, LexPreTrainedModel):
             attentions=outputs.attentions,
         )
 
-    def position_bias(self, query_positions: torch.Tensor, key_positions: torch.Tensor) -> torch.Tensor:
+    def position_bias(
+        self, query_positions: torch.Tensor, key_positions: torch.Tensor, layer: int = 0
+    ) -> torch.Tensor:
         """Return what the position scheme adds to attention scores; see [`LexModel.position_bias`]."""
-        return self.model.position_bias(query_positions, key_positions)
+        return self.model.position_bias(query_positions, key_positions, layer)
 
 
 # The generic classes make their decoder by AutoModel, which does not know a model that was loaded as remote code; so

@@ -75,7 +75,7 @@ class Job:
             return self.label
         config = self.config
         digest = fingerprint(self.identity())[:12]
-        return f"{config.position_embedding_type}-l{config.training_length}-seed{self.seed}-{digest}"
+        return f"{'-'.join(dict.fromkeys(config.layer_schemes))}-l{config.training_length}-seed{self.seed}-{digest}"
 
     @property
     def steps(self) -> int:
@@ -185,7 +185,7 @@ def adopt(job: Job, models: Path) -> None:
 
 def can_read(config: LexConfig, length: int) -> bool:
     """Return whether a model can read texts of `length` tokens; learned positions end with their table."""
-    return config.position_embedding_type != "learned" or length <= config.training_length
+    return "learned" not in config.layer_schemes or length <= config.training_length
 
 
 def _arguments(job: Job, tokens_at_once: int) -> dict[str, Any]:

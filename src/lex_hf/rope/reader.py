@@ -29,7 +29,7 @@ from lex_hf.model.batch_lex import PACKED, Batch, Movable
 from lex_hf.model.functions_lex import AttentionFunction, eager_attention_forward
 from lex_hf.model.layers_lex import by_column
 from lex_hf.model.masking_lex import BlockwisePattern, FullPattern, SlidingPattern
-from lex_hf.model.positions_lex import PositionScheme
+from lex_hf.model.scheme_lex import PositionScheme
 from lex_hf.model.versions_lex import is_checkpointing, is_recording_past, record_past, takes_back
 from lex_hf.rope.block_cache import BlockCacheLayer, adopt
 from lex_hf.rope.turns import Turns

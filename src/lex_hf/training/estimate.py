@@ -194,7 +194,7 @@ def _without_storage(config: LexConfig) -> LexForCausalLM:
 
 def _saved_bytes(config: LexConfig, batch_size: int, length: int, mixed_precision: bool) -> int:
     """Count the bytes of all tensors that the forward pass keeps for the backward pass, except parameters."""
-    if config.position_embedding_type == "learned":
+    if "learned" in config.layer_schemes:
         # They read the positions, which have no storage either, and keep next to nothing.
         config = LexConfig(**fields_of(config) | {"position_embedding_type": "none"})
     model = _without_storage(config).train()

@@ -34,7 +34,7 @@ class Rows:
         self.model, self.room, self.size = model, room, 0
         self.cache = new_cache(model, room)
         _check_layers(self.cache)
-        self._decays = [_decay(model, layer) for layer in self.cache.layers]
+        self._decays = [_decay(model, *layer) for layer in enumerate(self.cache.layers)]
         self._parts: dict[int, Cache] = {}
         # The shapes of keys and values are the model's own business: read a token, and look.
         token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
@@ -95,12 +95,12 @@ def _check_layers(cache: Cache) -> None:
         )
 
 
-def _decay(model: Any, layer: LexCacheLayer) -> torch.Tensor | None:
+def _decay(model: Any, index: int, layer: LexCacheLayer) -> torch.Tensor | None:
     """Return what keys of a layer are multiplied by when their block becomes the previous one; `None` for nothing."""
     if layer.block is None or model.config.model_type != "lex":
         return None
     nowhere = torch.zeros(1, device=model.device)
-    return model.base_model.positions.rotation(nowhere, nowhere, layer.block, model.dtype).decay
+    return model.base_model.scheme(index).rotation(nowhere, nowhere, layer.block, model.dtype).decay
 
 
 def _narrowed(layer: LexCacheLayer, start: int, end: int) -> LexCacheLayer:
