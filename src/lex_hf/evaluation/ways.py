@@ -1,8 +1,6 @@
 """Ways to read beyond the training length, measured beside each other: perplexity by position, memory and time."""
 
-import inspect
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -18,15 +16,15 @@ from transformers.cache_utils import DynamicCache
 from lex_hf.data.documents import load_documents
 from lex_hf.errors import plain
 from lex_hf.evaluation import plots
+from lex_hf.evaluation.costs import STEPS, Costs, layer_bytes, measure_costs
 from lex_hf.evaluation.loading import evaluating, load_for_evaluation
 from lex_hf.evaluation.texts import encode
 from lex_hf.rope import probe
 from lex_hf.rope.blockwise import training_length_of
 from lex_hf.rope.reader import ModelFunction
-from lex_hf.rope.ways import WAYS, Reading, Size, Way
+from lex_hf.rope.ways import WAYS, Size, Way
 
 MOST_LENGTHS = 32  # training lengths that are read by default
-STEPS = 16  # tokens that are decoded
 ROUNDS = 3  # of which the fastest counts
 PIECE = 4  # training lengths, where a text is read in pieces
 _LOGITS_AT_ONCE = 4096
@@ -271,47 +269,27 @@ def _losses(model: PreTrainedModel, text: Tensor) -> Tensor:
 
 def _with_costs(model: PreTrainedModel, results: Sequence[WayResult], size: Size, text: Tensor) -> list[WayResult]:
     """Add bytes, and time where there is a cache: ways take turns, and the fastest of several rounds counts."""
-    done = [
-        each if each.problem else replace(each, bytes_kept=bytes_kept(model, WAYS[each.way], size)) for each in results
-    ]
+    costs: dict[str, Costs] = {}
     for _ in range(ROUNDS):
-        for index, result in enumerate(done):
-            if result.problem is None:
-                with WAYS[result.way].open(model, size) as reading:
-                    done[index] = _faster(result, reading, size, text)
-    return done
+        for name in (result.way for result in results if result.problem is None):
+            with WAYS[name].open(model, size) as reading:
+                if reading.new_cache is not None:
+                    found = measure_costs(reading.model, reading.new_cache, text, PIECE * size.training_length)
+                    costs[name] = found.fastest(costs.get(name))
+    return [each if each.problem else _with(each, model, size, costs.get(each.way)) for each in results]
 
 
-def _faster(result: WayResult, reading: Reading, size: Size, text: Tensor) -> WayResult:
-    """Time a way once more, and keep the shorter times."""
-    if reading.new_cache is None:
-        return result
-    head, tail = text[None, :-STEPS], text[None, -STEPS:].split(1, dim=1)
-    prefill = math.inf if result.prefill_seconds is None else result.prefill_seconds
-    for pieces in ((head,), head.split(PIECE * size.training_length, dim=1)):
-        cache = reading.new_cache()
-        prefill = min(prefill, _timed(reading.model, pieces, cache))
-    decode = _timed(reading.model, tail, cache) / STEPS
-    if result.decode_seconds is not None:
-        decode = min(decode, result.decode_seconds)
-    counted = sum(map(_bytes, cache.layers))
-    return replace(result, prefill_seconds=prefill, decode_seconds=decode, bytes_counted=counted)
-
-
-def _timed(model: PreTrainedModel, pieces: Sequence[Tensor], cache: Any) -> float:
-    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    start = time.perf_counter()
-    for piece in pieces:
-        last = model(input_ids=piece, past_key_values=cache, use_cache=True, **options).logits[0, -1, 0]
-    float(last)  # waits for an accelerator
-    return time.perf_counter() - start
-
-
-def _bytes(layer: Any) -> int:
-    """Bytes of the keys and values of a layer of a cache."""
-    states = [getattr(layer, name, None) for name in ("keys", "values")]
-    states += getattr(layer, "sinks", None) or ()
-    return sum(each.numel() * each.element_size() for each in states if each is not None)
+def _with(result: WayResult, model: PreTrainedModel, size: Size, costs: Costs | None) -> WayResult:
+    kept = bytes_kept(model, WAYS[result.way], size)
+    if costs is None:
+        return replace(result, bytes_kept=kept)
+    return replace(
+        result,
+        bytes_kept=kept,
+        bytes_counted=costs.cache_bytes,
+        prefill_seconds=costs.prefill_seconds,
+        decode_seconds=costs.decode_seconds,
+    )
 
 
 def bytes_kept(model: PreTrainedModel, way: Way, size: Size) -> int:
@@ -325,7 +303,7 @@ def bytes_kept(model: PreTrainedModel, way: Way, size: Size) -> int:
     windows = probe.examine(model, ModelFunction(model.config.get_text_config()._attn_implementation).of).windows
     total = 0
     for index, layer in enumerate(cache.layers):
-        window, each = windows.get(index), _bytes(layer)
+        window, each = windows.get(index), layer_bytes(layer)
         kept = way.kept(size.longest, size.training_length)
         has_window = window is not None and window <= size.training_length
         total += each * (min(size.longest, window - 1) if has_window and window is not None else kept)

@@ -11,6 +11,7 @@ the slots after it: slot s belongs to block s div h. A fold attends separately i
 * the *tail*: the last, incomplete block.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -53,6 +54,8 @@ class Planner:
         dtype: Dtype of the states.
         device: Where they are.
         tp_mesh: The processes that share out the heads of a layer; `None` if each has all of them.
+        log_length: Number of tokens from which on scores grow with the logarithm of the position where attention is
+            full; `None` if they do not.
     """
 
     pattern: FullPattern
@@ -61,6 +64,7 @@ class Planner:
     dtype: torch.dtype
     device: torch.device
     tp_mesh: Any = None
+    log_length: int | None = None
 
     def plan(self, pieces: list[Batch], layer: LexCacheLayer | None) -> "list[Fold | Step]":
         """Plan a forward pass.
@@ -129,7 +133,11 @@ class Planner:
         """
         positions = batch.positions(self.device)
         if block is None:
-            return self.scheme.rotation(positions, positions, block, self.dtype)
+            rotation = self.scheme.rotation(positions, positions, block, self.dtype)
+            if self.log_length is None or self.pattern.block is not None:
+                return rotation
+            own = positions if batch.position is None else batch.position
+            return replace(rotation, temperature=_temperature(own, self.log_length, self.dtype))
         offsets = slots % block - block * (slots < block)
         return self.scheme.rotation(positions, offsets.expand(positions.shape), block, self.dtype)
 
@@ -415,6 +423,13 @@ class Step(Movable):
         weights = attention_weights(scores, value.dtype, options["dropout"])
         output = weights.squeeze(2).unflatten(1, (heads, -1)) @ value
         return output.flatten(1, 2)[:, :, None], weights
+
+
+def _temperature(positions: torch.Tensor, length: int, dtype: torch.dtype) -> torch.Tensor:
+    """max(1, ln(n) / ln(l)) for a query that sees n tokens, shape `(batch or 1, 1, sequence, 1)`."""
+    exact = torch.promote_types(dtype, torch.float32)
+    factor = ((positions + 1).to(exact).log() / math.log(length)).clamp(min=1)
+    return factor.view(-1, 1, positions.shape[-1], 1)
 
 
 def _ends(positions: torch.Tensor, pattern: FullPattern) -> tuple[int, ...]:

@@ -64,6 +64,10 @@ class LexConfig(PreTrainedConfig):
         block_length: `h`, the length of a block; `None` means `training_length // 2`.
         sliding_window: Width of the sliding window in tokens, the query's own included; `None` means
             `training_length`.
+        full_attention_log_scaling: Whether scores in layers with full attention are multiplied by max(1, ln n / ln l)
+            for a query that sees n tokens, before biases: the more keys there are, the more the one that fits must
+            stand out (after Chiang and Cholak, arXiv 2202.12172). Within the training length nothing changes, so it
+            can be chosen when a model is loaded.
         position_embedding_type: `"xpos"`, `"rope"` (xPos with ζ = 1), `"alibi"`, `"t5"`, `"kerple"`, `"sandwich"`,
             `"smoothed_sandwich"`, `"sinusoidal"`, `"learned"` (a table of `training_length` positions; longer texts
             are an error) or `"none"`. Their classes, in `positions_lex.py`, give formulas and sources. A list gives
@@ -130,6 +134,7 @@ class LexConfig(PreTrainedConfig):
     attention_pattern: str | list[str] = "blockwise"
     block_length: int | None = None
     sliding_window: int | None = None
+    full_attention_log_scaling: bool = False
 
     position_embedding_type: str | list[str] = "xpos"
     rope_theta: float | int = 10000.0

@@ -242,7 +242,15 @@ class LexModel(LexPreTrainedModel):
         plans: dict[tuple[str, str], list[Fold | Step]] = {}
         for kind, index in first.items():
             pattern, layer = patterns[index], None if cache is None else cache.layers[index]
-            planner = Planner(pattern, self.scheme(index), function, states.dtype, states.device, self.tp_mesh)
+            planner = Planner(
+                pattern,
+                self.scheme(index),
+                function,
+                states.dtype,
+                states.device,
+                self.tp_mesh,
+                self.config.training_length if self.config.full_attention_log_scaling else None,
+            )
             plans[kind] = planner.plan(_pieces(batch, layer, pattern.block) if in_pieces else [batch], layer)
         return plans
 

@@ -18,12 +18,14 @@ class Rotation(Movable):
         decay: What keys are multiplied by when their block becomes the previous one, shape `(head_dim,)`; `None` if
             nothing changes.
         turn: A further complex factor of queries and keys, shape `(head_dim / 2, 2)`; `None` for none.
+        temperature: A real factor of queries, shape `(batch or 1, 1, sequence, 1)`; `None` for none.
     """
 
     query: torch.Tensor | None = None
     key: torch.Tensor | None = None
     decay: torch.Tensor | None = None
     turn: torch.Tensor | None = None
+    temperature: torch.Tensor | None = None
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate queries and keys.
@@ -35,6 +37,7 @@ class Rotation(Movable):
         Returns:
             Tensors like these.
         """
+        query = scaled(query, self.temperature)
         if self.query is None or self.key is None:
             return query, key
         return rotate(query, self._turned(self.query)), rotate(key, self._turned(self.key))

@@ -17,7 +17,7 @@ from lex_hf.reproduce.models import Job, ensure
 Jobs = Mapping[tuple[str, int], Job]  # by system and seed; systems may share one
 Measured = dict[str, list[dict[str, Measurement]]]  # by system, for each seed the measurements by column
 
-_DOES = {"trained": "is there", "begun": "is resumed from its checkpoint", "missing": "is trained"}
+DOES = {"trained": "is there", "begun": "is resumed from its checkpoint", "missing": "is trained"}
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Experiment:
         trained = []
         for number, (job, served) in enumerate(wanted, start=1):
             state = job.state(self.models)
-            self.report(f"Model {number} of {len(wanted)}, {job.name}: {_DOES[state]}")
+            self.report(f"Model {number} of {len(wanted)}, {job.name}: {DOES[state]}")
             examples = None if state == "trained" else self._examples(tokenizer, job.config.training_length)
             at_once = self.setting.preset.tokens_at_once
             trained.append((ensure(job, self.models, tokenizer, examples, at_once), served))
