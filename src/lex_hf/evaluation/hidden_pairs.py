@@ -159,13 +159,13 @@ def write_context(task: RecallTask, facts: Facts, distance: int, before: int, rn
 
 
 def _divide(pairs: Sequence[Pair], rooms: Sequence[int], rng: np.random.Generator) -> tuple[list[Ids], list[Ids]]:
-    """Divide sentences at random among the places before and after, as likely as there is room, in a random order."""
+    """Put each sentence before or after, as likely where there is room on both sides, in a random order."""
     left = list(rooms)
     sides: tuple[list[Ids], list[Ids]] = ([], [])
     for index in rng.permutation(len(pairs)).tolist():
         statement = pairs[index].statement
-        chances = [room if room >= len(statement) else 0 for room in left]
-        side = int(rng.random() * sum(chances) >= chances[0])
+        possible = [side for side in (0, 1) if left[side] >= len(statement)]
+        side = possible[int(rng.integers(len(possible)))]
         sides[side].append(statement)
         left[side] -= len(statement)
     return sides

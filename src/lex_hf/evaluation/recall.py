@@ -166,6 +166,7 @@ def measure_recall(
     use_cache: bool = True,
     progress: bool = True,
     name: str | None = None,
+    training_length: int | None = None,
 ) -> RecallResult:
     """Measure how often a causal language model finds a value that stands at given distances before its question.
 
@@ -197,10 +198,11 @@ def measure_recall(
         use_cache: Whether to use a cache; without one, the text is read again for each candidate, in one pass.
         progress: Whether to show a progress bar, counted in texts.
         name: Name of the model in the result; its type by default.
+        training_length: l in tokens, for the distances and the picture; by default what the configuration says.
 
     Raises:
         ValueError: If an argument does not fit, a distance is too small for the question, there is too little text, or
-            the model has no embedding for a token; all of it before the work. Or if the model returns no cache.
+            the model has no embedding for a token; all of it before the work.
 
     Example:
         >>> from lex_hf import LexConfig, LexForCausalLM, TokenRecall, measure_recall
@@ -220,45 +222,25 @@ def measure_recall(
         use_cache=use_cache,
         progress=progress,
     )
-    new_cache = own_cache if use_cache else None
-    return measure_reading(model, task, options, new_cache=new_cache, name=name or model.config.model_type)
+    texts = Texts(task, options, known_training_length(model) if training_length is None else training_length)
+    return measure_texts(model, texts, own_cache if use_cache else None, name or model.config.model_type)
 
 
-def measure_reading(
-    model: PreTrainedModel,
-    task: RecallTask | PreTrainedTokenizerBase,
-    options: RecallOptions,
-    *,
-    new_cache: NewCache,
-    name: str,
-    training_length: int | None = None,
-) -> RecallResult:
-    """Do what [`measure_recall`] does, with options that are already checked, and any cache.
+def measure_texts(model: PreTrainedModel, texts: "Texts", new_cache: NewCache, name: str) -> RecallResult:
+    """Do what [`measure_recall`] does, with texts that are drawn already, and any cache.
 
     Args:
         model: As of [`measure_recall`].
-        task: As of [`measure_recall`].
-        options: Its other arguments.
+        texts: The texts, for all distances.
         new_cache: Returns an empty cache, or `None` to have the model make one; without it, none is used.
         name: Name of the model.
-        training_length: l in tokens; as the configuration of the model gives it if `None`.
     """
-    task = TextRecall(task) if isinstance(task, PreTrainedTokenizerBase) else task
-    length = known_training_length(model) if training_length is None else training_length
-    texts = Texts(task, options, options.distances_of(length))
     texts.check_vocabulary(model)
-    shown = tqdm(total=len(texts.distances) * options.num_samples, unit="text", disable=not options.progress)
-    with torch.no_grad(), evaluating(model), shown as bar:
+    total, is_shown = len(texts.distances) * texts.options.num_samples, texts.options.progress
+    bar = tqdm(total=total, unit="text", desc=name, disable=not is_shown)
+    with torch.no_grad(), evaluating(model), bar:
         points = [_measure(model, texts, distance, new_cache, bar.update) for distance in texts.distances]
-    return RecallResult(
-        model=name,
-        task=task.description,
-        training_length=length,
-        num_pairs=options.num_pairs,
-        num_candidates=options.num_candidates,
-        seed=options.seed,
-        points=tuple(points),
-    )
+    return texts.result(name, points)
 
 
 def known_training_length(model: PreTrainedModel) -> int | None:
@@ -276,32 +258,62 @@ class Texts:
     """The texts of a measurement: pairs are drawn once, and hidden in another text for each distance.
 
     Args:
-        task: Where they come from.
+        task: Where they come from; see [`measure_recall`].
         options: How many there are.
-        distances: Distances in tokens.
+        training_length: l in tokens, if known.
 
     Raises:
         ValueError: If a distance is too small for the question, or there is too little to draw from.
     """
 
-    def __init__(self, task: RecallTask, options: RecallOptions, distances: Sequence[int]) -> None:
-        self.task, self.options, self.distances = task, options, distances
-        task.check(0, options.num_pairs, options.num_candidates)
+    def __init__(
+        self, task: RecallTask | PreTrainedTokenizerBase, options: RecallOptions, training_length: int | None
+    ) -> None:
+        self.task: RecallTask = TextRecall(task) if isinstance(task, PreTrainedTokenizerBase) else task
+        self.options, self.training_length = options, training_length
+        self.distances = options.distances_of(training_length)
+        self.task.check(0, options.num_pairs, options.num_candidates)
         self.facts: list[Facts] = [
-            draw_facts(task, options.num_pairs, options.num_candidates, np.random.default_rng([options.seed, index]))
-            for index in range(options.num_samples)
+            draw_facts(self.task, options.num_pairs, options.num_candidates, np.random.default_rng(seeds))
+            for seeds in ([options.seed, index] for index in range(options.num_samples))
         ]
         self.before = max(facts.tokens_before for facts in self.facts)
         least = max(facts.least_distance for facts in self.facts)
-        if min(distances) < least:
+        if self.distances[0] < least:
             raise ValueError(
-                f"distance = {min(distances)}: the question alone needs {least} tokens; the least is {least}."
+                f"distance = {self.distances[0]}: the question and what ends a sentence have {least} tokens, which is "
+                "the least distance."
             )
-        task.check(self.before + max(distances), options.num_pairs, options.num_candidates)
+        self.task.check(self.before + self.distances[-1], options.num_pairs, options.num_candidates)
+
+    def result(self, name: str, points: Sequence[RecallPoint]) -> RecallResult:
+        """Return the result of a model that is called so."""
+        return RecallResult(
+            model=name,
+            task=self.task.description,
+            training_length=self.training_length,
+            num_pairs=self.options.num_pairs,
+            num_candidates=self.options.num_candidates,
+            seed=self.options.seed,
+            points=tuple(points),
+        )
+
+    def refused(self, name: str, problem: str) -> RecallResult:
+        """Return the result of a model that cannot be read in some way at all."""
+        return self.result(name, [replace(self.point(each), problem=problem) for each in self.distances])
+
+    def point(self, distance: int) -> RecallPoint:
+        """Return what is known of a distance before anything is measured."""
+        return RecallPoint(distance, self.length(distance), len(self.facts))
 
     def length(self, distance: int) -> int:
         """Return the length of all texts of a distance in tokens."""
         return len(self.task.start) + self.before + distance
+
+    @property
+    def longest(self) -> int:
+        """Length of the longest text with the longest value, in tokens."""
+        return self.length(self.distances[-1]) + max(len(each) for facts in self.facts for each in facts.candidates)
 
     def check_vocabulary(self, model: PreTrainedModel) -> None:
         """Check that a model has an embedding for every id.
@@ -333,7 +345,7 @@ class Texts:
 def _measure(
     model: PreTrainedModel, texts: Texts, distance: int, new_cache: NewCache, progress: Callable[[int], object]
 ) -> RecallPoint:
-    point = RecallPoint(distance, texts.length(distance), len(texts.facts))
+    point = texts.point(distance)
     margins, written, best = [], 0, 0
     for ids, facts in texts.batches(distance):
         try:

@@ -62,6 +62,7 @@ def plot_recall(results: Mapping[str, RecallCurve], *, title: str) -> Figure:
         axes.tick_params(axis="x", labelrotation=45 if len(set(every)) > _TICKS else 0)
         axes.set(xlabel="Distance (tokens)", title=_MEASURES[measure][0], ylim=(-0.03, 1.03))
         axes.grid(visible=True, color="0.92")
+        axes.set_axisbelow(True)
     figure.axes[0].set(ylabel="Share of texts")
     handles, labels = figure.axes[0].get_legend_handles_labels()
     legend = figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
@@ -78,7 +79,7 @@ def _draw(axes: Axes, results: Mapping[str, RecallCurve], measure: str) -> None:
         places = [point.distance for point in points]
         axes.plot(places, [getattr(point, measure) for point in points], label=label, markersize=5, **style)
         low, high = ([_interval(point, measure)[end] for point in points] for end in (0, 1))
-        axes.fill_between(places, low, high, color=style["color"], alpha=0.2, linewidth=0)
+        axes.fill_between(places, low, high, color=style["color"], alpha=0.15, linewidth=0)
     for chance in sorted({result.chance for result in results.values()}) if measure == "accuracy" else ():
         axes.axhline(chance, color="0.4", linewidth=1, linestyle="--", zorder=1, label=f"chance, {chance:.3g}")
     for length in sorted({result.training_length for result in results.values() if result.training_length}):

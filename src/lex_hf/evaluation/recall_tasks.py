@@ -270,9 +270,9 @@ def _check_passage(found: int, wanted: int) -> None:
 
 def _parts_of(sentence: str) -> tuple[str, str, str, str]:
     """What stands before the key, between it and the space before the value, that space, and the rest of the line."""
-    before, key, rest = sentence.partition("{key}")
-    between, value, after = rest.partition("{value}")
-    if not (key and value and between) or "{value}" in before or any(each in after for each in ("{key}", "{value}")):
+    before, _, rest = sentence.partition("{key}")
+    between, _, after = rest.partition("{value}")
+    if not between or any(sentence.count(field) != 1 for field in ("{key}", "{value}")):
         raise ValueError(
             f"sentence = {sentence!r}: it must have {{key}} once, and {{value}} once and apart after it, e.g. "
             f"{SENTENCE!r}."
