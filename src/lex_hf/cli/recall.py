@@ -106,7 +106,7 @@ def recall(
 def tables(results: dict[str, Any], title: str) -> Group:
     """Return a row for each distance of each reading, and what could not be measured."""
     first = next(iter(results.values()))
-    columns = ("distance", "right", "95 %", "written", "95 %", "margin")
+    columns = ("distance", "right (95 %)", "written (95 %)", "margin")
     rows, problems = [], []
     for name, result in results.items():
         measured = [point for point in result.points if point.problem is None]
@@ -115,7 +115,7 @@ def tables(results: dict[str, Any], title: str) -> Group:
         refused = [point for point in result.points if point.problem is not None]
         problems += [f"{name}, distance {point.distance}: {point.problem}" for point in refused]
     caption = (
-        f"right: the most probable of {first.num_candidates} values, chance {first.chance:.1%}; written: by greedy "
+        f"% of texts; right: the most probable of {first.num_candidates} values, chance {first.chance:.1%}; written: by greedy "
         "decoding; margin: log-probability above the best other value, in nats"
     )
     table = new_table(title, [Column("reading", overflow="fold"), *map(number, columns)], rows, caption)
@@ -123,7 +123,11 @@ def tables(results: dict[str, Any], title: str) -> Group:
 
 
 def _cells(point: Any) -> list[str]:
-    cells = [str(point.distance)]
-    for share, interval in ((point.accuracy, point.accuracy_interval), (point.exact_match, point.exact_interval)):
-        cells += [f"{share:.1%}", "{:.1%} - {:.1%}".format(*interval)]
-    return [*cells, f"{point.margin:+.2f}"]
+    right, written = _share(point.accuracy, point.accuracy_interval), _share(point.exact_match, point.exact_interval)
+    return [str(point.distance), right, written, f"{point.margin:+.2f}"]
+
+
+def _share(share: float, interval: tuple[float, float]) -> str:
+    """Percent, with an interval in whole percent."""
+    low, high = (f"{100 * end:.0f}" for end in interval)
+    return f"{100 * share:.1f} ({low:>2} - {high:>3})"
