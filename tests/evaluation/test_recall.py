@@ -161,6 +161,7 @@ sentences = TextRecall(words)
 corpus = TextRecall(
     words, ["It rained. The road was wet, and long! " * 40, "A second text? " * 30], "In {key} live {value} people!"
 )
+table = TextRecall(words, ["17 4 18 5 " * 90], add_start_token=False)  # without sentences
 marked = TokenRecall(
     keys=range(10, 14), values=range(20, 30), filler=range(5), marker=(30, 31), key_length=2, value_length=3
 )
@@ -169,7 +170,7 @@ natural = TokenRecall(range(9), range(9), torch.randint(9, (600,)).tolist(), key
 
 @hypothesis_settings(max_examples=40)
 @given(
-    task=st.sampled_from([IDS, marked, natural, sentences, corpus]),
+    task=st.sampled_from([IDS, marked, natural, sentences, corpus, table]),
     distance=st.integers(0, 150),
     pairs=st.integers(1, 5),
     more=st.integers(0, 20),
@@ -331,6 +332,10 @@ def test_bad_tasks_are_refused_before_the_work() -> None:
         )
     with pytest.raises(ValueError, match="holds the token id 79, but the vocabulary of the model has 70 ids"):
         measure_recall(tiny_model(vocab_size=70), IDS, distances=[9])
+    with pytest.raises(ValueError, match="holds the token id 88, but"):
+        measure_recall(
+            tiny_model(vocab_size=80), TokenRecall([1], [2, 3], [4, 88]), distances=[9], num_pairs=1, num_candidates=2
+        )
     with pytest.raises(ValueError, match="keys and filler share the id 7"):
         TokenRecall(keys=range(5, 8), values=[1], filler=[7, 8])
     with pytest.raises(ValueError, match=r"keys = \[\]: give token ids"):
@@ -346,8 +351,11 @@ def test_bad_tasks_are_refused_before_the_work() -> None:
     ):
         with pytest.raises(ValueError, match=r"it must have \{key\} once"):
             TextRecall(words, sentence=sentence)
-    with pytest.raises(ValueError, match="must be a list of strings"):
-        TextRecall(words, "one text")
+    for texts in ("one text", [], [b"bytes"]):
+        with pytest.raises(ValueError, match="must be a list of strings"):
+            TextRecall(words, texts)
+    with pytest.raises(ValueError, match="the texts are empty"):
+        TextRecall(words, ["", ""])
     with pytest.raises(ValueError, match="does not say its training length: give the distances"):
         measure_recall(Copier(), IDS)
     with pytest.raises(ValueError, match="Each of 20 passages of filler holds one of the questions"):

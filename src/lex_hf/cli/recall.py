@@ -115,8 +115,8 @@ def tables(results: dict[str, Any], title: str) -> Group:
         refused = [point for point in result.points if point.problem is not None]
         problems += [f"{name}, distance {point.distance}: {point.problem}" for point in refused]
     caption = (
-        f"% of texts; right: the most probable of {first.num_candidates} values, chance {first.chance:.1%}; written: by greedy "
-        "decoding; margin: log-probability above the best other value, in nats"
+        f"% of texts; right: the most probable of {first.num_candidates} values, chance {100 * first.chance:.1f}; "
+        "written: by greedy decoding; margin: log-probability above the best other value, in nats"
     )
     table = new_table(title, [Column("reading", overflow="fold"), *map(number, columns)], rows, caption)
     return Group(table, *problems)

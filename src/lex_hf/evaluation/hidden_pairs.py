@@ -55,6 +55,11 @@ class Facts:
     answer: int
 
     @property
+    def pairs(self) -> tuple[Pair, ...]:
+        """All pairs, that asked for first."""
+        return self.asked, *self.others
+
+    @property
     def least_distance(self) -> int:
         """The smallest distance at which the pair can be asked for, in tokens."""
         return len(self.asked.end) + len(self.asked.question)
@@ -83,6 +88,10 @@ class RecallTask(Protocol):
     @property
     def end(self) -> Ids:
         """Ids after a value."""
+
+    @property
+    def largest_id(self) -> int:
+        """Largest id that a text can hold, questions and values not counted."""
 
     def draw_questions(self, count: int, rng: np.random.Generator) -> list[Ids]:
         """Return different questions, each with a key at its end or near it."""
@@ -150,7 +159,7 @@ def write_context(task: RecallTask, facts: Facts, distance: int, before: int, rn
         first, second = (_insert(task, part, side, rng) for part, side in zip(parts, sides, strict=True))
         pieces = (task.start, first, asked.statement, second, asked.question)
         text = torch.cat([torch.as_tensor(piece, dtype=torch.long) for piece in pieces])
-        if all(_count(text, pair.question) == 1 + (pair is asked) for pair in (asked, *facts.others)):
+        if all(_count(text, pair.question) == 1 + (pair is asked) for pair in facts.pairs):
             return text
     raise ValueError(
         f"Each of {_DRAWS} passages of filler holds one of the questions that were drawn ({task.description}): choose "

@@ -322,8 +322,8 @@ class Texts:
             ValueError: If not.
         """
         vocabulary = model.get_input_embeddings().weight.shape[0]
-        largest = max(int(self.write(index, self.distances[0]).max()) for index in range(len(self.facts)))
-        largest = max(largest, *(max(each) for facts in self.facts for each in facts.candidates))
+        drawn = (ids for each in self.facts for ids in (*each.candidates, *(pair.question for pair in each.pairs)))
+        largest = max(self.task.largest_id, *map(max, drawn))
         if largest >= vocabulary:
             raise ValueError(
                 f"A text holds the token id {largest}, but the vocabulary of the model has {vocabulary} ids."

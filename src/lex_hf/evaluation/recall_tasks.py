@@ -7,6 +7,7 @@ import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from lex_hf.data.tokenizing import tokenize
 from lex_hf.evaluation.hidden_pairs import Ids
 
 SENTENCE = "The code of {key} is {value}."
+_NAME = "Talomi"  # after which it is seen how a value is tokenised
 _MOST_DIFFERENT = 2**62  # of which are drawn
 _FIRST_NUMBER, _NUMBERS = 1000, 9000  # those of four digits
 _END = re.compile(r"""[.!?…]["')\u2019\u201d]*\s*$|\n""")  # in the last token of a sentence
@@ -76,12 +78,21 @@ class TokenRecall:
                     "that differ."
                 )
 
+    @cached_property
+    def _filler(self) -> Tensor:
+        return torch.tensor(self.filler, dtype=torch.long)
+
     @property
     def description(self) -> str:
         """What is asked, in a few words."""
         keys = f"keys of {self.key_length} of {len(set(self.keys))} ids"
         values = f"values of {self.value_length} of {len(set(self.values))} ids"
         return f"ids: {f'a marker of {len(self.marker)}, ' if self.marker else ''}{keys}, {values}"
+
+    @property
+    def largest_id(self) -> int:
+        """Largest id that a text can hold, questions and values not counted."""
+        return max(int(self._filler.max()), *self.start, 0)
 
     @property
     def end(self) -> Ids:
@@ -99,10 +110,10 @@ class TokenRecall:
     def draw_filler(self, before: int, after: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         """Return a passage in two parts, with so many tokens before and after a pair, int64."""
         if self.is_text:
-            text = torch.as_tensor(self.filler)
-            return _around(text, int(rng.integers(before, len(text) - after + 1)), before, after)
-        ids = np.asarray(self.filler, dtype=np.int64)[rng.integers(len(self.filler), size=before + after)]
-        return _around(torch.from_numpy(ids), before, before, after)
+            place = int(rng.integers(before, len(self._filler) - after + 1))
+            return _around(self._filler, place, before, after)
+        drawn = torch.from_numpy(rng.integers(len(self._filler), size=before + after))
+        return _around(self._filler[drawn], before, before, after)
 
     def places(self, passage: Tensor) -> Sequence[int]:
         """Return the numbers of tokens of a passage after which a pair can stand: all."""
@@ -134,7 +145,7 @@ class TextRecall:
 
     Ids of the parts are joined, and the model reads exactly these ids: a passage of the text, a line up to the value,
     the value, the rest of the line. A value is tokenised as it is after that line, and the space before it belongs to
-    it; so its ids are the same in the sentence and as a candidate. Where a tokenizer would have merged letters over
+    it, so its ids are the same in the sentence and as a candidate. Where a tokenizer would have merged letters over
     one of these borders, the ids are others than those of the whole text.
 
     Args:
@@ -153,24 +164,28 @@ class TextRecall:
     sentence: str = SENTENCE
     add_start_token: bool = True
     _parts: tuple[str, str, str, str] = field(init=False, repr=False)
+    _end: Ids = field(init=False, repr=False)
     _passages: tuple[Tensor, ...] = field(init=False, repr=False)  # all texts, or one of each sentence
     _enders: Tensor = field(init=False, repr=False)  # ids that end sentences
     _ends: Tensor = field(init=False, repr=False)  # numbers of tokens of the texts up to the end of each sentence
 
     def __post_init__(self) -> None:
-        if isinstance(self.texts, str) or (self.texts is not None and not len(self.texts)):
+        texts = [""] if self.texts is None else self.texts
+        if isinstance(texts, str) or not len(texts) or not all(isinstance(each, str) for each in texts):
             raise ValueError("texts must be a list of strings, at least one; or None for filler of our own.")
         object.__setattr__(self, "_parts", _parts_of(self.sentence))
+        before, asked, space, after = self._parts
         self._value(_FIRST_NUMBER)  # fails before any work
+        object.__setattr__(self, "_end", self._placed(f"{before}{_NAME}{asked}{space}{_FIRST_NUMBER}", after))
         if self.texts is None:
-            passages = [torch.tensor(_ids_after(self.tokenizer, ".", f" {each}")) for each in _sentences()]
+            passages = [torch.tensor(self._placed(".", f" {each}")) for each in _sentences()]
         else:
-            passages = [torch.from_numpy(np.concatenate(tokenize(self.texts, self.tokenizer))).long()]
+            passages = [torch.from_numpy(np.concatenate(tokenize(texts, self.tokenizer))).long()]
+        if not all(map(len, passages)):
+            raise ValueError("The tokenizer gives no ids: the texts are empty, or it does not know them.")
         object.__setattr__(self, "_passages", tuple(passages))
-        known = torch.cat(self._passages).unique().tolist()
-        written = zip(known, self.tokenizer.batch_decode([[each] for each in known]), strict=True)
-        object.__setattr__(self, "_enders", torch.tensor([each for each, text in written if _END.search(text)]))
-        object.__setattr__(self, "_ends", self._ends_in(self._passages[0]))
+        object.__setattr__(self, "_enders", _ids_that_end_sentences(self.tokenizer, torch.cat(passages).unique()))
+        object.__setattr__(self, "_ends", self._ends_in(passages[0]))
 
     @property
     def description(self) -> str:
@@ -184,9 +199,14 @@ class TextRecall:
         return () if start is None or not self.add_start_token else (start,)
 
     @property
+    def largest_id(self) -> int:
+        """Largest id that a text can hold, questions and values not counted."""
+        return max(*self.start, *self.end, *(int(each.max()) for each in self._passages))
+
+    @property
     def end(self) -> Ids:
         """What ends a line."""
-        return _ids(self.tokenizer, self._parts[3])
+        return self._end
 
     def draw_questions(self, count: int, rng: np.random.Generator) -> list[Ids]:
         """Return questions with different names of three syllables."""
@@ -215,6 +235,10 @@ class TextRecall:
         """Return the numbers of tokens of a passage after which a pair can stand: none, all, and whole sentences."""
         return sorted({0, len(passage), *self._ends_in(passage).tolist()})
 
+    def _placed(self, before: str, text: str) -> Ids:
+        """Ids of a text as they are after another one, or by itself if the tokenizer joins the two."""
+        return _after(self.tokenizer, before, text) or _ids(self.tokenizer, text)
+
     def _some_sentences(self, tokens: int, rng: np.random.Generator) -> Tensor:
         """At least so many tokens of our own."""
         order = rng.integers(len(self._passages), size=1 + tokens // min(map(len, self._passages)))
@@ -238,7 +262,7 @@ class TextRecall:
     def _value(self, number: int) -> Ids:
         """Ids of a number, as they are after the text of a question."""
         before, asked, space, _ = self._parts
-        return _ids_after(self.tokenizer, f"{before}Talomi{asked}", f"{space}{number}")
+        return _ids_after(self.tokenizer, f"{before}{_NAME}{asked}", f"{space}{number}")
 
 
 def _different(ids: Sequence[int], length: int, count: int, rng: np.random.Generator) -> list[Ids]:
@@ -257,7 +281,7 @@ def _all_different(found: list[Ids], what: str) -> list[Ids]:
 
 def _around(text: Tensor, place: int, before: int, after: int) -> tuple[Tensor, Tensor]:
     """Return so many ids before and after a place."""
-    return text[place - before : place].long(), text[place : place + after].long()
+    return text[place - before : place], text[place : place + after]
 
 
 def _check_passage(found: int, wanted: int) -> None:
@@ -266,6 +290,11 @@ def _check_passage(found: int, wanted: int) -> None:
             f"The texts have {found} tokens, and the largest distance needs {wanted}: give more text, or a smaller "
             "distance."
         )
+
+
+def _ids_that_end_sentences(tokenizer: PreTrainedTokenizerBase, ids: Tensor) -> Tensor:
+    written = zip(ids.tolist(), tokenizer.batch_decode(ids[:, None]), strict=True)
+    return torch.tensor([each for each, text in written if _END.search(text)], dtype=torch.long)
 
 
 def _parts_of(sentence: str) -> tuple[str, str, str, str]:
@@ -287,13 +316,19 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str) -> Ids:
 
 def _ids_after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> Ids:
     """Ids of a text as they are after another one."""
-    begin, whole = _ids(tokenizer, before), _ids(tokenizer, before + text)
-    if whole[: len(begin)] != begin or len(whole) == len(begin):
+    found = _after(tokenizer, before, text)
+    if found is None:
         raise ValueError(
             f"The tokenizer does not keep {text!r} apart from what is before it, {before!r}: choose another sentence, "
             "with a space before the value."
         )
-    return whole[len(begin) :]
+    return found
+
+
+def _after(tokenizer: PreTrainedTokenizerBase, before: str, text: str) -> Ids | None:
+    """Ids of a text as they are after another one; `None` if the tokenizer joins the two."""
+    begin, whole = _ids(tokenizer, before), _ids(tokenizer, before + text)
+    return whole[len(begin) :] if whole[: len(begin)] == begin and len(whole) > len(begin) else None
 
 
 def _shown(ids: Sequence[int]) -> str:
