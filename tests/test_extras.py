@@ -41,6 +41,7 @@ print("works")
 # What is asked for, and the extra that the error names.
 NEEDS = {
     "from lex_hf import check_positions": "eval",
+    "from lex_hf import measure_recall": "eval",
     "from lex_hf.evaluation.perplexity import compute_perplexity": "eval",
     "import lex_hf; lex_hf.from_gpt2": "eval",
     "from lex_hf.training import train": "train",

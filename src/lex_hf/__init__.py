@@ -54,7 +54,10 @@ _NAMES = {
     "PackedWeightsConfig": "inference.packed_weights",
     "PositionCheck": "evaluation.invariance",
     "ReceptiveField": "evaluation.receptive_field",
+    "RecallResult": "evaluation.recall",
     "Resolution": "evaluation.resolution",
+    "TextRecall": "evaluation.recall_tasks",
+    "TokenRecall": "evaluation.recall_tasks",
     "attention_resolution": "evaluation.resolution",
     "blockwise": "rope.blockwise",
     "check_positions": "evaluation.invariance",
@@ -62,6 +65,7 @@ _NAMES = {
     "from_gpt2": "convert.gpt2",
     "from_torchscale": "convert.torchscale",
     "load_cache": "inference.cache_files",
+    "measure_recall": "evaluation.recall",
     "measure_resolution": "evaluation.resolution",
     "receptive_field": "evaluation.receptive_field",
     "restore": "rope.blockwise",
@@ -74,6 +78,10 @@ if TYPE_CHECKING:
     from .convert.torchscale import from_torchscale as from_torchscale
     from .evaluation.invariance import PositionCheck as PositionCheck
     from .evaluation.invariance import check_positions as check_positions
+    from .evaluation.recall import RecallResult as RecallResult
+    from .evaluation.recall import measure_recall as measure_recall
+    from .evaluation.recall_tasks import TextRecall as TextRecall
+    from .evaluation.recall_tasks import TokenRecall as TokenRecall
     from .evaluation.receptive_field import ReceptiveField as ReceptiveField
     from .evaluation.receptive_field import receptive_field as receptive_field
     from .evaluation.receptive_field import theoretical_receptive_field as theoretical_receptive_field

@@ -132,6 +132,12 @@ COMMANDS = {
         {"model": "model", "text.txt": "text"},
         {**MEASURING, "--threshold": "share", "--batch-size": "count"},
     ),
+    "recall": Command(
+        "model text.txt --distance 30 --samples 2 --pairs 1",
+        {"model": "model", "text.txt": "text", "--distance": "count", "--samples": "count", "--pairs": "count"},
+        {**LOADING, "--output": "folder", "--seed": "seed", "--batch-size": "count", "--candidates": "count",
+         "--way": "choice", "--sentence": "typed", "--training-length": "count", "--blockwise": "count"},
+    ),
     "ways-to-read": Command(
         "model text.txt --training-length 8 --length 32 --way unchanged",
         {"model": "model", "text.txt": "text", "--training-length": "count", "--length": "count", "--way": "choice"},

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lex_hf.cli import evaluating, experiments, generating, hub, measuring, training, ways
+from lex_hf.cli import evaluating, experiments, generating, hub, measuring, recall, training, ways
 from lex_hf.cli.terminal import errors_as_sentences, write_any_text
 from lex_hf.records import versions
 
@@ -22,6 +22,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "compare": evaluating.compare,
     "resolution": measuring.resolution,
     "receptive-field": measuring.receptive_field,
+    "recall": recall.recall,
     "ways-to-read": ways.ways_to_read,
     "generate": generating.generate,
     "generate-corpus": generating.generate_corpus,

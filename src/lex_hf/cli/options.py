@@ -28,15 +28,22 @@ def typed(text: str, name: str) -> str:
 
 
 def loading(
-    device: str | None, dtype: str | None, trust_remote_code: bool, blockwise: str | None, sinks: int
+    device: str | None,
+    dtype: str | None,
+    trust_remote_code: bool,
+    blockwise: str | None,
+    sinks: int,
+    layers: list[int] | None = None,
 ) -> dict[str, Any]:
     """Return the options of `load_for_evaluation` that commands have.
 
     Raises:
-        ValueError: If `--blockwise` is neither 'auto' nor a number, or is missing where there are sinks.
+        ValueError: If `--blockwise` is neither 'auto' nor a number, or is missing where there are sinks or layers.
     """
+    if layers and blockwise is None:
+        raise ValueError(f"--blockwise-layer {layers[0]}: a layer reads in blocks with --blockwise only; give it.")
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    return options | blocks(blockwise, sinks)
+    return options | blocks(blockwise, sinks) | ({"layers": layers} if layers else {})
 
 
 def blocks(text: str | None, sinks: int) -> dict[str, Any]:
@@ -117,6 +124,15 @@ Blockwise = Annotated[
 Sinks = Annotated[
     int,
     typer.Option(min=0, help="With --blockwise: tokens at the start of a text that every later one sees, too."),
+]
+BlockwiseLayers = Annotated[
+    list[int] | None,
+    typer.Option(
+        "--blockwise-layer",
+        min=0,
+        help="With --blockwise: a layer that reads in blocks, counted from 0; several times; the others keep full "
+        "attention. All by default.",
+    ),
 ]
 Trust = Annotated[bool, typer.Option(help="Let code that comes with the model run.")]
 Protocol = Annotated[

@@ -34,6 +34,7 @@ def load_for_evaluation(
     trust_remote_code: bool = False,
     blockwise: int | Literal["auto"] | None = None,
     sinks: int = 0,
+    layers: Collection[int] | None = None,
     **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, with all of its weights, and its tokenizer with the Auto classes.
@@ -46,6 +47,7 @@ def load_for_evaluation(
         blockwise: Training length with which a model with rotary positions is made to read in blocks, in tokens;
             `"auto"` takes it from the configuration, `None` leaves the model as it is. See [`lex_hf.blockwise`].
         sinks: Tokens at the start of a text that a model that reads in blocks sees from everywhere.
+        layers: Layers that a model that reads in blocks reads so; all with full attention by default.
         **model_kwargs: Passed to `AutoModelForCausalLM.from_pretrained`, e.g. `attention_pattern="full"`.
 
     Returns:
@@ -54,16 +56,13 @@ def load_for_evaluation(
     Raises:
         ValueError: If there is no such model or tokenizer, it cannot be read, its weights are not those of the
             model (see [`load_whole`]), the device or the dtype is unknown, the model cannot be made blockwise, or
-            there are sinks and no blocks.
+            there are sinks or layers and no blocks.
     """
-    if sinks and blockwise is None:
-        raise ValueError(f"sinks = {sinks}: only a model that reads in blocks has sinks; give blockwise as well.")
+    _check_blocks(blockwise, sinks, layers)
     placement = _placement(device, dtype)
     tokenizer = _load_tokenizer(model_id, trust_remote_code, model_kwargs)
     model = _load_model(model_id, placement, dtype, trust_remote_code, model_kwargs)
-    if blockwise is not None:
-        read_in_blocks(model, None if blockwise == "auto" else blockwise, sinks=sinks)
-    return model, tokenizer
+    return _in_blocks(model, blockwise, sinks, layers), tokenizer
 
 
 def load_without_tokenizer(
@@ -72,10 +71,30 @@ def load_without_tokenizer(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
+    blockwise: int | Literal["auto"] | None = None,
+    sinks: int = 0,
+    layers: Collection[int] | None = None,
     **model_kwargs: Any,
 ) -> PreTrainedModel:
     """Load a model as [`load_for_evaluation`] does, for texts that are token ids already."""
-    return _load_model(model_id, _placement(device, dtype), dtype, trust_remote_code, model_kwargs)
+    _check_blocks(blockwise, sinks, layers)
+    model = _load_model(model_id, _placement(device, dtype), dtype, trust_remote_code, model_kwargs)
+    return _in_blocks(model, blockwise, sinks, layers)
+
+
+def _check_blocks(blockwise: int | str | None, sinks: int, layers: Collection[int] | None) -> None:
+    """Refuse options of blocks where there are none."""
+    for name, value in {"sinks": sinks, "layers": layers}.items() if blockwise is None else ():
+        if value:
+            raise ValueError(f"{name} = {value}: only a model that reads in blocks has {name}; give blockwise too.")
+
+
+def _in_blocks(
+    model: PreTrainedModel, blockwise: int | str | None, sinks: int, layers: Collection[int] | None
+) -> PreTrainedModel:
+    if blockwise is not None:
+        read_in_blocks(model, None if isinstance(blockwise, str) else blockwise, sinks=sinks, layers=layers)
+    return model
 
 
 def _placement(device: str | torch.device | None, dtype: str | torch.dtype | None) -> torch.device:

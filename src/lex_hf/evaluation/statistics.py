@@ -1,4 +1,4 @@
-"""Bootstrap intervals."""
+"""Confidence intervals: of any statistic by the bootstrap, of shares by Wilson's formula."""
 
 from collections.abc import Callable
 from typing import Any
@@ -33,3 +33,21 @@ def bootstrap_interval(statistic: Callable[..., Any], *samples: Any) -> tuple[fl
         rng=np.random.default_rng(0),
     )
     return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+def wilson_interval(successes: int, trials: int) -> tuple[float, float]:
+    """Return the interval of Wilson (1927) for the probability of a success, at the level `CONFIDENCE_LEVEL`.
+
+    Unlike that of the normal approximation, it is useful at 0 and all successes too.
+
+    Args:
+        successes: Number of successes.
+        trials: Number of trials, at least 1.
+
+    Example:
+        >>> from lex_hf.evaluation.statistics import wilson_interval
+        >>> [round(end, 3) for end in wilson_interval(10, 10)]
+        [0.722, 1.0]
+    """
+    found = stats.binomtest(successes, trials).proportion_ci(CONFIDENCE_LEVEL, method="wilson")
+    return float(found.low), float(found.high)

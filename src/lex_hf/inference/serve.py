@@ -139,7 +139,7 @@ def load_app(
         hosts=_hosts(host, allowed_hosts),
     )
     name, _, revision = model.partition("@")
-    options = {
+    options: dict[str, Any] = {
         "revision": revision or None,
         "attn_implementation": attn_implementation,
         "quantization_config": quantization_config,
