@@ -55,9 +55,9 @@ hf-tests: $(VENV)/.installed-dev ## transformers' own shared tests over the LEX 
 	tests=$$($(BIN)/python tests/hf/fetch.py build/hf-tests) && \
 	PYTHONPATH=$$tests OMP_NUM_THREADS=1 $(BIN)/python -m pytest -o addopts= -W ignore -q -rs tests/hf/suite_lex.py
 
-client-tests: $(VENV)/.installed-dev ## PEFT, TRL, torchao, an HTTP server: installs them
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,clients,serve]'
-	$(BIN)/python -m pytest tests/inference/test_clients_extra.py tests/inference/test_serving*.py
+client-tests: $(VENV)/.installed-dev ## PEFT, TRL, torchao: installs them
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,clients]'
+	$(BIN)/python -m pytest tests/inference/test_clients_extra.py
 
 ray-tests: $(VENV)/.installed-dev ## two replicas of a server under Ray Serve, one of which is killed: installs Ray
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,ray]'

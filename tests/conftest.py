@@ -67,6 +67,18 @@ def golden() -> Path:
 
 
 @pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """No graphs of tests before this one, and their counters at 0."""
+    import torch._dynamo
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def hub() -> Iterator[HubServer]:
     with HubServer() as server:
         yield server

@@ -1,6 +1,6 @@
 """Steps of a running batch under a compiler: one graph for each number of rows, and none after the warm-up."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +13,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from lex_hf import blockwise
 
-pytestmark = needs_whole_graphs
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = [needs_whole_graphs, pytest.mark.usefixtures("fresh_compiler")]
 
 
 @pytest.mark.parametrize(

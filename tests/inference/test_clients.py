@@ -5,7 +5,7 @@ What needs a package of its own is in test_clients_extra.py.
 
 import asyncio
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -230,7 +230,7 @@ class TestExport:
     @pytest.mark.parametrize("fields", [{}, {"attention_pattern": "full"}, {"position_embedding_type": "t5"}])
     @pytest.mark.parametrize("length", [9, 14, 40])
     def test_of_one_length(self, length: int, fields: dict[str, Any]) -> None:
-        model, ids = tiny_model(dtype=torch.float64, **fields), random_ids(2, length)
+        model, ids = tiny_model(dtype=torch.float64, num_hidden_layers=1, **fields), random_ids(2, length)
         exported = torch.export.export(model, (ids,), {"use_cache": False}).module()
         for seed in (0, 1):
             ids = random_ids(2, length, seed=seed)
@@ -260,7 +260,7 @@ class TestExport:
             exported(**inputs(refused), use_cache=False)
 
     def test_of_full_attention_serves_every_length(self) -> None:
-        model = tiny_model(dtype=torch.float64, attention_pattern="full")
+        model = tiny_model(dtype=torch.float64, num_hidden_layers=1, attention_pattern="full")
         shapes = {"input_ids": {1: torch.export.Dim("length", min=2, max=500)}, "use_cache": None}
         example = {"input_ids": random_ids(2, 10), "use_cache": False}
         exported = torch.export.export(model, (), example, dynamic_shapes=shapes).module()
@@ -279,17 +279,12 @@ LAYOUTS: dict[str, Callable[[int], dict[str, torch.Tensor]]] = {
 
 
 @needs_whole_graphs
+@pytest.mark.usefixtures("fresh_compiler")
 class TestCompile:
     """What recompiles is decided before any backend, so `eager` counts it.
 
     `aot_eager` is all the tracing and differentiation of the default backend without a C compiler.
     """
-
-    @pytest.fixture(autouse=True)
-    def fresh(self) -> Iterator[None]:
-        torch.compiler.reset()
-        yield
-        torch.compiler.reset()
 
     @pytest.mark.parametrize(
         ("layout", "backend", "fields"),

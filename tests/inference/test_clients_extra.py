@@ -23,10 +23,12 @@ import torch
 from datasets import Dataset
 from helpers.models import random_ids, tiny_model
 from helpers.rope_models import rope_model
-from helpers.serving import chat_tokenizer, letter_model, needs_server
+from helpers.serving import COMPLETIONS, chat_tokenizer, letter_model, needs_server, running
 from transformers import AutoModelForCausalLM, TorchAoConfig
+from typer.testing import CliRunner
 
 from lex_hf import LexForCausalLM, PackedWeightsConfig, blockwise
+from lex_hf.cli.commands import app as commands
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.inference.packed_weights import pack_weights
 
@@ -257,13 +259,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace
 
 
 @contextlib.contextmanager
-def serving(place: Path, *options: str) -> Iterator[str]:
+def serving(place: Path) -> Iterator[str]:
     """Serve the model in `place / "model"`; yield the address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    where = ["--host", "127.0.0.1", "--port", str(port), *options]
-    command = [sys.executable, "-m", "lex_hf", "serve", place / "model", *where, "--device", "cpu"]
+    where = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    command = [sys.executable, "-m", "lex_hf", "serve", place / "model", *where]
     environment = {**os.environ, "HF_HOME": str(place / "home"), "HF_HUB_OFFLINE": "1"}
     with (place / "log").open("w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -315,29 +317,28 @@ class TestServe:
         assert "".join(chunk.choices[0].text for chunk in stream) == expected
 
     def test_a_llama_in_blocks(self, tmp_path: Path) -> None:
-        openai = pytest.importorskip("openai")
         special = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
-        rope_model(attention="sdpa", **special).save_pretrained(tmp_path / "model")
-        byte_tokenizer().save_pretrained(tmp_path / "model")
-        llama = blockwise(rope_model(attention="sdpa", **special))
-        with (
-            serving(tmp_path, "--blockwise", "auto") as url,
-            openai.OpenAI(base_url=f"{url}/v1", api_key="no") as client,
-        ):
-            request = {"model": str(tmp_path / "model"), "prompt": "In a hole", "max_tokens": 40, "temperature": 0}
-            answer = client.completions.create(**request).choices[0].text
-        assert answer == self.expected(SimpleNamespace(model=llama), "In a hole", 40)
+        llama = rope_model(attention="sdpa", **special)
+        answer = self.answer(llama, tmp_path, "--blockwise", "auto")
+        assert answer == self.expected(SimpleNamespace(model=blockwise(llama)), "In a hole", 40)
+
+    def answer(self, model: Any, folder: Path, *options: str) -> str:
+        """Let what the command serves with these options, in this process, continue a text."""
+        needs_server()
+        model.save_pretrained(folder)
+        byte_tokenizer().save_pretrained(folder)
+        with pytest.MonkeyPatch.context() as patch:
+            served: list[Any] = []
+            patch.setattr("lex_hf.inference.serving.server.run", lambda app, *settings: served.append(app))
+            result = CliRunner().invoke(commands, ["serve", str(folder), "--device", "cpu", *options])
+        assert result.exit_code == 0, result.output
+        with running(served[0]) as server:
+            status, answer = server.ask(COMPLETIONS, {"prompt": "In a hole", "max_tokens": 40, "temperature": 0})
+        assert status == 200, answer
+        return answer["choices"][0]["text"]
 
     def test_packed_weights(self, tmp_path: Path) -> None:
-        openai = pytest.importorskip("openai")
-        letter_model().save_pretrained(tmp_path / "model")
-        byte_tokenizer().save_pretrained(tmp_path / "model")
-        with (
-            serving(tmp_path, "--weights", "int4") as url,
-            openai.OpenAI(base_url=f"{url}/v1", api_key="no") as client,
-        ):
-            request = {"model": str(tmp_path / "model"), "prompt": "In a hole", "max_tokens": 40, "temperature": 0}
-            answer = client.completions.create(**request).choices[0].text
+        answer = self.answer(letter_model(), tmp_path, "--weights", "int4")
         packed = pack_weights(letter_model(), PackedWeightsConfig(4))
         assert answer == self.expected(SimpleNamespace(model=packed), "In a hole", 40)
         assert answer != self.expected(SimpleNamespace(model=letter_model()), "In a hole", 40)

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.calls import Calls
 from helpers.models import needs_whole_graphs, random_ids, tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Trainer
 from typer.testing import CliRunner
 
@@ -27,18 +27,6 @@ from lex_hf.inference.packed_weights import PACKINGS, PackedLinear, pack_weights
 ROUNDED = 2**-8  # from one number in bfloat16 to the next, relative to it at most
 CONFIGS = [PackedWeightsConfig(8), PackedWeightsConfig(4), PackedWeightsConfig(4, group_size=128)]
 KERNELS = {8: "aten._weight_int8pack_mm.default", 4: "aten._weight_int4pack_mm_for_cpu.default"}
-
-
-class Calls(TorchDispatchMode):
-    """Notes the names of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def linear(inputs: int, outputs: int, bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:

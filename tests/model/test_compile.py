@@ -1,7 +1,6 @@
 """A forward pass under the user's own compiler: the logits and the tokens of eager mode, for every batch and cache."""
 
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,16 +11,8 @@ from torch._dynamo.utils import counters
 from lex_hf import LexCache, LexForCausalLM, LexStaticCache
 
 PROMPTS = (1, 6, 7, 15, 33)
-pytestmark = needs_whole_graphs
+pytestmark = [needs_whole_graphs, pytest.mark.usefixtures("fresh_compiler")]
 HYBRID = {"attention_pattern": ["blockwise", "full"]}
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(model: LexForCausalLM, backend: str, whole: bool = True) -> LexForCausalLM:

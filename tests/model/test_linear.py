@@ -1,32 +1,19 @@
 """LexLinear gives what nn.Linear gives, by oneDNN where that pays, and by PyTorch everywhere else."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
+from helpers.calls import Calls
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lex_hf.model import linear_lex
 from lex_hf.model.linear_lex import WORTH_IT, LexLinear
 
 ONEDNN = "mkldnn._linear_pointwise.default"
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this PyTorch is without oneDNN")
-
-
-class Calls(TorchDispatchMode):
-    """Notes the names of all operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def by_onednn(layer: nn.Module, states: torch.Tensor) -> bool:

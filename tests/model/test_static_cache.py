@@ -68,6 +68,7 @@ def test_generation_equals_that_of_the_dynamic_cache(fields: dict[str, Any], mod
 
 
 @needs_whole_graphs
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
     "fields",
     [
@@ -81,8 +82,6 @@ def test_generation_equals_that_of_the_dynamic_cache(fields: dict[str, Any], mod
 )
 def test_one_graph_serves_every_step_and_every_call(fields: dict[str, Any]) -> None:
     """No C compiler is needed: what recompiles is decided before any backend."""
-    torch._dynamo.reset()
-    counters.clear()
     model = tiny_model(**fields)
     compiling = CompileConfig(fullgraph=True, backend="aot_eager", mode=None)
     compiling._compile_all_devices = True

@@ -78,6 +78,13 @@ class Asked:
     given: Collection[str]  # names of all parameters that were typed
 
 
+def typed(context: typer.Context) -> list[str]:
+    """Return the names of all parameters that were typed."""
+    # By name: older versions of typer have it of click, newer ones of their own copy.
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+
+
 def dry_run(asked: Asked, *, is_wanted: bool, as_json: bool) -> None:
     """Print what serving a model would take and give, without its weights.
 

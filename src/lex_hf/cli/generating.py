@@ -241,9 +241,7 @@ def serve(
     that nor weights. --replicas needs pip install 'lex-hf[ray]'.
     """
     if dry_run or as_json or device_memory is not None or bandwidth is not None:
-        # By name: older versions of typer have it of click, newer ones of their own copy.
-        sources = {name: context.get_parameter_source(name) for name in context.params}
-        given = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+        given = capacity.typed(context)
         asked = capacity.Asked(
             model, device_memory, bandwidth, blockwise, sinks, device, dtype, trust_remote_code, given
         )

@@ -128,22 +128,19 @@ def load_app(
         ValueError: If a limit is impossible, or the model is missing, lacks weights, or cannot be served.
     """
     check_serving(model)
-    given = {
-        "max_waiting": max_waiting,
-        "max_body_bytes": max_body_bytes,
-        "max_prompt_tokens": max_prompt_tokens,
-        "max_new_tokens": max_new_tokens,
-    }
     limits = ServingLimits(
-        **{name: value for name, value in given.items() if value is not None},
         hosts=_hosts(host, allowed_hosts),
+        **_given(
+            max_waiting=max_waiting,
+            max_body_bytes=max_body_bytes,
+            max_prompt_tokens=max_prompt_tokens,
+            max_new_tokens=max_new_tokens,
+        ),
     )
     name, _, revision = model.partition("@")
-    options: dict[str, Any] = {
-        "revision": revision or None,
-        "attn_implementation": attn_implementation,
-        "quantization_config": quantization_config,
-    }
+    choices = _given(
+        revision=revision or None, attn_implementation=attn_implementation, quantization_config=quantization_config
+    )
     network, tokenizer = load_for_evaluation(
         name,
         device=device,
@@ -151,7 +148,7 @@ def load_app(
         trust_remote_code=trust_remote_code,
         blockwise=blockwise,
         sinks=sinks,
-        **{key: value for key, value in options.items() if value is not None},
+        **choices,
     )
     config = ContinuousBatchingConfig(max_requests_per_batch=rows, max_batch_tokens=piece, seed=seed)
     if compile:
@@ -161,12 +158,7 @@ def load_app(
         hints = WorkloadHints(max_prompt_length=max_prompt_tokens, max_generated_length=max_new_tokens)
     manager = _manager(model, network, config, hints, session_bytes=session_bytes, session_folder=session_folder)
     if tokenizer.chat_template is None:
-        where = f"{name}/chat_template.jinja" if Path(name).is_dir() else "tokenizer.chat_template, and save it"
-        logger.warning(
-            "The tokenizer of %s has no chat template: completions work, chat does not. To chat, write one to %s.",
-            model,
-            where,
-        )
+        _warn_without_template(model, name)
     # Here, and not above: their packages may be missing.
     from lex_hf.inference.serving.app import build_app
 
@@ -182,6 +174,20 @@ def load_app(
     )
     logger.warning("%d requests at once; %.1f MiB a row.", manager.rows.size, manager.rows.row_bytes / 2**20)
     return app
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Return the options that are not left to a default."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _warn_without_template(model: str, name: str) -> None:
+    where = f"{name}/chat_template.jinja" if Path(name).is_dir() else "tokenizer.chat_template, and save it"
+    logger.warning(
+        "The tokenizer of %s has no chat template: completions work, chat does not. To chat, write one to %s.",
+        model,
+        where,
+    )
 
 
 def check_grace(grace: float) -> None:

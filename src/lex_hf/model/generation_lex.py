@@ -81,8 +81,9 @@ class LexGenerationMixin(GenerationMixin):
             )
         if not implementation.endswith("static"):
             return LexCache(self.config, offloading=offloading)
-        self._previous_max_cache_length = max(length, getattr(self, "_previous_max_cache_length", 0))
-        return LexStaticCache(self.config, self._previous_max_cache_length, offloading)
+        length = max(length, getattr(self, "_previous_max_cache_length", 0))
+        self._previous_max_cache_length = length  # another thread may change it at once
+        return LexStaticCache(self.config, length, offloading)
 
     @staticmethod
     def create_masks_for_generate(

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lex_hf.rope.per_thread import PerThread
+
 _PROBED = 16  # positions at which a layout is recognised
 _TOLERANCE = 1e-5
 
@@ -66,7 +68,7 @@ class ExactAngles:
     def __init__(self, module: nn.Module, length: int) -> None:
         self.length = length
         self.signature = inspect.signature(module.forward)
-        self.positions: torch.Tensor | None = None
+        self._positions: PerThread[torch.Tensor] = PerThread()  # of the call that is going on
         self.formulas: dict[Any, _Formula] = {}
         self.is_learning = True  # of the formulas, while a model is examined
         self._hooks: list[Any] = []
@@ -92,13 +94,13 @@ class ExactAngles:
                 "position_ids of the shape (batch, tokens)."
             )
         # Of the positions in time, height and width, text has three times the same.
-        self.positions = positions if positions.dim() == 2 else positions[0]
+        self._positions.value = positions if positions.dim() == 2 else positions[0]
         return (), {**kwargs, "position_ids": torch.full_like(positions, self.length - 1)}
 
     def _put_right(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Return the angles of the true positions."""
-        assert self.positions is not None
-        positions, self.positions = self.positions, None
+        positions, self._positions.value = self._positions.value, None
+        assert positions is not None
         states, *_ = self.signature.parameters  # of which only dtype and device count
         key = tuple(sorted((name, value) for name, value in kwargs.items() if name not in (states, "position_ids")))
         if self.is_learning and key not in self.formulas:

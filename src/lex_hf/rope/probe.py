@@ -1,5 +1,6 @@
 """What a model does with masks and caches, found out by letting it read a few tokens."""
 
+import itertools
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lex_hf.model.versions_lex import HYBRIDS_TAKE_BACK, cache_classes
 
-_NAME = "lex_hf_probe"
+_NUMBERS = itertools.count()
 _DUMMY = cache_classes("DummyLayer")
 _HYBRIDS = ("LinearAttentionAndFullAttentionLayer", "LinearAttentionAndSlidingWindowAttentionLayer")
 _REPLACEABLE = cache_classes("DynamicLayer", "DynamicSlidingWindowLayer", *(_HYBRIDS if HYBRIDS_TAKE_BACK else ()))
@@ -93,17 +94,32 @@ def examine(model: PreTrainedModel, function: Callable[..., Any]) -> Probe:
 @contextmanager
 def reading_as(model: PreTrainedModel, mask: Callable[..., Any], attend: Callable[..., Any]) -> Iterator[None]:
     """Make two functions the attention implementation of a model while the context lasts."""
-    config = model.config.get_text_config()
+    config, name = model.config.get_text_config(), new_name()
     before = config._attn_implementation
-    AttentionInterface.register(_NAME, attend)
-    AttentionMaskInterface.register(_NAME, mask)
-    config._attn_implementation_internal = _NAME
+    register(name, mask, attend)
+    config._attn_implementation_internal = name
     try:
         yield
     finally:
         config._attn_implementation_internal = before
-        for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-            registry._global_mapping.pop(_NAME, None)
+        forget(name)
+
+
+def new_name() -> str:
+    """Return a name for the attention implementation of one model, which no other has."""
+    return f"lex_hf_blockwise_{next(_NUMBERS)}"
+
+
+def register(name: str, mask: Callable[..., Any], attend: Callable[..., Any]) -> None:
+    """Let transformers find two functions by a name: one that makes masks, and one that attends."""
+    AttentionInterface.register(name, attend)
+    AttentionMaskInterface.register(name, mask)
+
+
+def forget(name: str) -> None:
+    """Undo [`register`]; a name that is not registered is left alone."""
+    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        registry._global_mapping.pop(name, None)
 
 
 def tokens(model: PreTrainedModel, count: int) -> torch.Tensor:

@@ -8,7 +8,6 @@ hands the plan to layers with full attention, in the place of their mask, and at
 
 import copy
 import inspect
-import itertools
 import sys
 import weakref
 from collections.abc import Collection, Mapping
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -31,7 +30,9 @@ from lex_hf.model.layers_lex import by_column
 from lex_hf.model.masking_lex import BlockwisePattern, FullPattern, SlidingPattern
 from lex_hf.model.scheme_lex import PositionScheme
 from lex_hf.model.versions_lex import is_checkpointing, is_recording_past, record_past, takes_back
+from lex_hf.rope import probe
 from lex_hf.rope.block_cache import BlockCacheLayer, adopt
+from lex_hf.rope.per_thread import PerThread
 from lex_hf.rope.turns import Turns
 
 
@@ -52,17 +53,19 @@ class Reading(Movable):
     full: torch.Tensor | None = None
 
 
-_NUMBERS = itertools.count()
+@dataclass
+class _Pass:
+    """A forward pass of the decoder, from its first hook to its last.
 
+    Attributes:
+        reading: What layers get in the place of a mask.
+        cache: Its cache, or `None`.
+        was_taken: Whether the model has asked for a mask.
+    """
 
-def new_name() -> str:
-    """Return a name for the attention implementation of one model."""
-    return f"lex_hf_blockwise_{next(_NUMBERS)}"
-
-
-def _forget(name: str) -> None:
-    for registry in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
-        registry._global_mapping.pop(name, None)
+    reading: Reading
+    cache: Cache | None
+    was_taken: bool = False
 
 
 class Reader:
@@ -93,7 +96,7 @@ class Reader:
         implementation: str,
         turns: Mapping[int, Turns] = MappingProxyType({}),
     ) -> None:
-        self.name, self.bound = new_name(), bound
+        self.name, self.bound = probe.new_name(), bound
         self.pattern, self.turns = pattern, turns
         self.layers = frozenset(layers)
         self.is_all = self.layers == set(windows)
@@ -110,9 +113,7 @@ class Reader:
         self.scheme = PositionScheme(self.config)
         self.signature = inspect.signature(decoder.forward)
         self.attend_with(implementation)
-        self.waiting: Reading | None = None
-        self.cache: Cache | None = None  # of the forward pass that `waiting` is for
-        self.was_taken = False
+        self._pass: PerThread[_Pass] = PerThread()
         self._hooks: list[Any] = []
 
     def attend_with(self, implementation: str) -> None:
@@ -123,15 +124,14 @@ class Reader:
     def install(self, decoder: PreTrainedModel) -> None:
         """Register the functions and the hooks."""
         self._register()
-        weakref.finalize(decoder, _forget, self.name)  # a model may be deleted without being restored
+        weakref.finalize(decoder, probe.forget, self.name)  # a model may be deleted without being restored
         self._hooks = [
             decoder.register_forward_pre_hook(self.begin, with_kwargs=True),
             decoder.register_forward_hook(self.end, with_kwargs=True, always_call=True),
         ]
 
     def _register(self) -> None:
-        AttentionInterface.register(self.name, self.attend)
-        AttentionMaskInterface.register(self.name, self.mask)
+        probe.register(self.name, self.mask, self.attend)
 
     @property
     def key_fields(self) -> tuple[tuple[str, Any], ...]:
@@ -143,16 +143,16 @@ class Reader:
         """Undo [`Reader.install`]."""
         for hook in self._hooks:
             hook.remove()
-        _forget(self.name)
+        probe.forget(self.name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Reader":
         """Copy for a copy of the model, whose functions are registered under another name."""
         other = copy.copy(self)
         memo[id(self)] = other
-        other.name = new_name()
+        other.name = probe.new_name()
         other.config = copy.deepcopy(self.config, memo)
         other.config._attn_implementation_internal = other.name
-        other.waiting, other.cache, other._hooks = None, None, copy.deepcopy(self._hooks, memo)
+        other._pass, other._hooks = PerThread(), copy.deepcopy(self._hooks, memo)
         other.turns = copy.deepcopy(self.turns, memo)
         other._register()
         return other
@@ -202,9 +202,8 @@ class Reader:
         wants_weights = kwargs.get("output_attentions")
         if wants_weights is None:
             wants_weights = self.config.output_attentions
-        self.waiting = Reading(plan, is_cached=layer is not None, returns_weights=bool(wants_weights))
-        self.cache = cache
-        self.was_taken = False
+        reading = Reading(plan, is_cached=layer is not None, returns_weights=bool(wants_weights))
+        self._pass.value = _Pass(reading, cache)
         return (), kwargs
 
     def end(self, decoder: Any, args: Any, kwargs: Any, output: Any = None) -> None:
@@ -213,8 +212,8 @@ class Reader:
         Raises:
             RuntimeError: If the pass went by without the plan.
         """
-        was_taken, self.waiting, self.was_taken, self.cache = self.was_taken, None, False, None
-        if output is not None and not was_taken:
+        ended, self._pass.value = self._pass.value, None
+        if output is not None and (ended is None or not ended.was_taken):
             raise RuntimeError(
                 f"{type(decoder).__name__} did not read in blocks: its attention implementation is now "
                 f"{self.config._attn_implementation!r}. Call lex_hf.restore(model) before you change it."
@@ -262,17 +261,17 @@ class Reader:
         window = kwargs.get("local_size")
         if window is not None and window <= self.bound:
             return self._own_mask(*args, **kwargs)
-        given = kwargs.get("attention_mask")
-        if self.waiting is None:  # `generate` asks before the forward pass, which then gets what it was given
+        given, current = kwargs.get("attention_mask"), self._pass.value
+        if current is None:  # `generate` asks before the forward pass, which then gets what it was given
             # Compiled steps need a mask whose shape does not change; other layers need that of the tokens before.
             return given[:, -kwargs["q_length"] :] if self.is_all and given is not None else given
-        self.was_taken = True
+        current.was_taken = True
         if not self.keeps_full:
-            return self.waiting
-        if self.cache is not None:  # transformers took the sizes of any layer without a window
-            length, offset = self.cache.get_mask_sizes(kwargs["q_length"], self.keeps_full[0])
+            return current.reading
+        if current.cache is not None:  # transformers took the sizes of any layer without a window
+            length, offset = current.cache.get_mask_sizes(kwargs["q_length"], self.keeps_full[0])
             kwargs |= {"kv_length": length, "kv_offset": offset}
-        return replace(self.waiting, full=self._own_mask(*args, **kwargs))
+        return replace(current.reading, full=self._own_mask(*args, **kwargs))
 
     def _own_mask(self, *args: Any, **kwargs: Any) -> Any:
         return ALL_MASK_ATTENTION_FUNCTIONS.get(self.implementation, eager_mask)(*args, **kwargs)

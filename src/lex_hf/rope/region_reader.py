@@ -22,6 +22,7 @@ from lex_hf.errors import plain
 from lex_hf.rope import probe
 from lex_hf.rope.angles import ExactAngles, modules_with_angles
 from lex_hf.rope.blockwise import blockwise, restore
+from lex_hf.rope.per_thread import PerThread
 from lex_hf.rope.reader import ModelFunction
 from lex_hf.rope.regions import Region
 
@@ -35,6 +36,14 @@ class _Rows:
     """What layers get in the place of a mask: their own mask, of the true positions."""
 
     own: Any
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A forward pass: the number of its texts, and for each region the rows of queries and of keys."""
+
+    texts: int
+    rows: list[tuple[int, int]]
 
 
 @contextmanager
@@ -141,8 +150,7 @@ class _RegionReader:
     ) -> None:
         self.regions, self.own, self.function = regions, own, function
         self.signature = inspect.signature(decoder.forward)
-        self.texts = 0
-        self.rows: list[tuple[int, int]] = []  # of queries and of keys, for each region
+        self._pass: PerThread[_Pass] = PerThread()
 
     def begin(self, decoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
         """Repeat texts, at the positions of every region; a forward pre-hook.
@@ -160,29 +168,34 @@ class _RegionReader:
             raise ValueError("A text is read without padding: give texts of equal length, and no attention_mask.")
         given = {name: kwargs[name] for name in ("input_ids", "inputs_embeds") if kwargs.get(name) is not None}
         (name, states), *_ = given.items()
-        self.texts = states.shape[0]
-        positions = self._positions(torch.arange(states.shape[1], device=states.device))
+        positions, rows = self._positions(torch.arange(states.shape[1], device=states.device))
+        self._pass.value = _Pass(states.shape[0], rows)
         repeats = [len(positions)] + [1] * (states.dim() - 1)
-        ids = torch.stack(positions).repeat_interleave(self.texts, dim=0)
+        ids = torch.stack(positions).repeat_interleave(states.shape[0], dim=0)
         changed = {name: states.repeat(repeats), "position_ids": ids, "attention_mask": None, "use_cache": False}
         return (), {**kwargs, **changed}
 
-    def _positions(self, places: torch.Tensor) -> list[torch.Tensor]:
-        """Return different positions of all tokens, the true ones first, and note the rows of each region."""
-        rows, self.rows = [places], []
+    def _positions(self, places: torch.Tensor) -> tuple[list[torch.Tensor], list[tuple[int, int]]]:
+        """Return different positions of all tokens, the true ones first, and the rows of each region."""
+        rows, of_regions = [places], []
         for region in self.regions:
             pair = []
             for wanted in (region.query(places), region.key(places)):
                 if not any(torch.equal(wanted, row) for row in rows):
                     rows.append(wanted)
                 pair.append(next(index for index, row in enumerate(rows) if torch.equal(wanted, row)))
-            self.rows.append((pair[0], pair[1]))
-        return rows
+            of_regions.append((pair[0], pair[1]))
+        return rows, of_regions
 
     def end(self, decoder: Any, args: Any, kwargs: Any, output: Any) -> Any:
         """Keep the first row of each text; a forward hook."""
-        output.last_hidden_state = output.last_hidden_state[: self.texts]
+        output.last_hidden_state = output.last_hidden_state[: self._current.texts]
         return output
+
+    @property
+    def _current(self) -> "_Pass":
+        assert self._pass.value is not None, "layers attend between the two hooks"
+        return self._pass.value
 
     def mask(self, *args: Any, **kwargs: Any) -> _Rows:
         """Make the mask of layers that keep their own attention."""
@@ -201,7 +214,7 @@ class _RegionReader:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Attend with the first row of each text, or region by region, and let all rows have the same output."""
-        texts, function = self.texts, self.function.of(module)
+        texts, function = self._current.texts, self.function.of(module)
         repeats = (query.shape[0] // texts, 1, 1, 1)
         if module.layer_idx in self.own:
             own = attention_mask.own if attention_mask.own is None else attention_mask.own[:texts]
@@ -234,7 +247,8 @@ class _RegionReader:
         """
         earlier = torch.arange(int(places[-1]) + 1, device=places.device)
         queries, keys, values, masks = [], [], [], []
-        for number, (region, (row_of_queries, row_of_keys)) in enumerate(zip(self.regions, self.rows, strict=True)):
+        of_regions = zip(self.regions, self._current.rows, strict=True)
+        for number, (region, (row_of_queries, row_of_keys)) in enumerate(of_regions):
             queries.append(query[row_of_queries, :, :, places])
             seen = region.seen(places, earlier)
             some = seen.any(dim=0).nonzero()[:, 0]

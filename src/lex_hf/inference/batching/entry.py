@@ -127,13 +127,13 @@ def generate_batch(
     prompts = [check_prompt(ids, model) for ids in inputs]
     config = model.generation_config if generation_config is None else generation_config
     seed, tokenizer = settings.pop("seed", None), settings.pop("tokenizer", None)
-    limits = [Settings.make(model, config, ids, tokenizer, **settings) for ids in prompts]
-    if any(each.limit is None and not each.ends and not each.criteria for each in limits):
+    # Of a prompt, settings depend on its length alone: the longest leaves least room, the shortest most.
+    extremes = {len(ids): ids for ids in (max(prompts, key=len), min(prompts, key=len))}
+    *_, most = [Settings.make(model, config, ids, tokenizer, **settings) for ids in extremes.values()]
+    if most.limit is None and not most.ends and not most.criteria:
         raise ValueError("Nothing would end the texts: give max_new_tokens, or eos_token_id.")
     count = len(prompts) * (config.num_return_sequences or 1)
-    hints = {"max_prompt_length": max(map(len, prompts)), "max_generated_length": 0}
-    if all(each.limit is not None for each in limits):
-        hints["max_generated_length"] = max(each.limit or 0 for each in limits)
+    hints = {"max_prompt_length": max(extremes), "max_generated_length": most.limit or 0}
     manager = init(model, generation_config, continuous_batching_config, _hints(hints, count))
     if warmup and not manager.warmed_up:
         manager.warmup()

@@ -52,7 +52,7 @@ _OF_MESSAGES = {"role", "content", "name", "reasoning_content", "tool_calls", "t
 _OF_CHAT = {"chat_template_kwargs", "max_completion_tokens", "messages", "tool_choice", "tools"}
 KNOWN = _HONOURED | _OF_CHAT | _LABELS | set(_REFUSED)
 # Of a GenerationConfig, which `transformers chat` sends: its numbers with least and most, and what changes nothing.
-_NUMBERS: dict[str, tuple[float, float]] = {
+NUMBERS: dict[str, tuple[float, float]] = {
     "temperature": (COOLEST, 100),
     "top_p": (0, 1),
     "min_p": (0, 1),
@@ -195,8 +195,8 @@ def _generation_config(fields: Mapping[str, Any], limits: ServingLimits) -> dict
     changes: dict[str, Any] = {}
     given = {name: value for name, value in config.items() if value is not None and name not in _WITHOUT_EFFECT}
     for name in given:
-        if name in _NUMBERS:
-            changes[name] = _number(given, name, *_NUMBERS[name])
+        if name in NUMBERS:
+            changes[name] = _number(given, name, *NUMBERS[name])
         elif name == "do_sample":
             changes[name] = _typed(given, name, bool, "true or false")
         elif name in ("top_k", "max_new_tokens", "min_new_tokens"):
@@ -205,7 +205,7 @@ def _generation_config(fields: Mapping[str, Any], limits: ServingLimits) -> dict
         elif name == "eos_token_id":
             changes[name] = _ids(given[name], name, _MOST_ENDS)
         else:
-            known = sorted({*_NUMBERS, "do_sample", "eos_token_id", "max_new_tokens", "min_new_tokens", "top_k"})
+            known = sorted({*NUMBERS, "do_sample", "eos_token_id", "max_new_tokens", "min_new_tokens", "top_k"})
             raise RefusedError(
                 400, f"generation_config: {_short(name)} is not used here. What is used: {', '.join(known)}."
             )
