@@ -65,7 +65,8 @@ def test_a_model_that_copies_recalls_all_at_every_distance() -> None:
 
 def test_its_window_is_found_to_the_token() -> None:
     """A query that sees its own token and 19 before still finds a value 19 tokens before the question."""
-    result = measure_recall(Copier(window=20), IDS, distances=[19, 20, 100], num_pairs=1, **QUIET)
+    options = {"num_pairs": 1, "num_samples": 200, "progress": False}
+    result = measure_recall(Copier(window=20), IDS, distances=[19, 20, 100], **options)
     within, *beyond = result.points
     assert (within.accuracy, within.exact_match) == (1, 1)
     for point in beyond:
@@ -202,19 +203,19 @@ def places(text: list[int], part: tuple[int, ...]) -> list[int]:
 
 
 def test_other_pairs_stand_before_and_after_and_answers_are_anywhere() -> None:
-    texts = Texts(IDS, RecallOptions(num_samples=60), 100)
+    texts = Texts(IDS, RecallOptions(distances=[50], num_samples=60), None)
     after = set()
-    for index, facts in enumerate(texts.facts):
+    for index, facts in enumerate(texts.facts[50]):
         text = texts.write(index, 50).tolist()
         value = len(text) - 51
         after.add(sum(places(text, pair.statement)[0] > value for pair in facts.others))
     assert after == {0, 1, 2, 3}
-    assert {facts.answer for facts in texts.facts} == set(range(8))
+    assert {facts.answer for facts in texts.facts[50]} == set(range(8))
 
 
 def test_texts_read_as_they_should() -> None:
     texts = Texts(corpus, RecallOptions(distances=[150], num_samples=20, num_pairs=2), None)
-    for index, facts in enumerate(texts.facts):
+    for index, facts in enumerate(texts.facts[150]):
         text = words.decode(texts.write(index, 150))
         question = words.decode(facts.asked.question)
         assert text.startswith("<|endoftext|>")
@@ -230,10 +231,13 @@ def test_texts_read_as_they_should() -> None:
 
 
 def test_a_seed_gives_the_same_texts_and_another_others() -> None:
-    one, same, other = (Texts(sentences, RecallOptions(num_samples=3, seed=seed), 100) for seed in (5, 5, 6))
+    one, same, other = (
+        Texts(sentences, RecallOptions([90, more], 3, seed=seed), None) for seed, more in ((5, 95), (5, 300), (6, 95))
+    )
     for index in range(3):
         assert torch.equal(one.write(index, 90), same.write(index, 90))
-        assert one.facts[index] == same.facts[index] != other.facts[index]
+        assert one.facts[90][index] == same.facts[90][index] != other.facts[90][index]
+        assert one.facts[90][index] != one.facts[95][index]
     results = [
         measure_recall(tiny_model(), IDS, distances=[20, 9, 20], num_samples=9, batch_size=size, progress=False)
         for size in (2, None)
@@ -330,9 +334,9 @@ def test_bad_tasks_are_refused_before_the_work() -> None:
         measure_recall(
             model, TokenRecall(range(9), range(9), natural.filler, key_length=5, is_text=True), distances=[676]
         )
-    with pytest.raises(ValueError, match="holds the token id 79, but the vocabulary of the model has 70 ids"):
+    with pytest.raises(ValueError, match="can hold the token id 79, but the model's vocabulary has 70 ids"):
         measure_recall(tiny_model(vocab_size=70), IDS, distances=[9])
-    with pytest.raises(ValueError, match="holds the token id 88, but"):
+    with pytest.raises(ValueError, match="can hold the token id 88, but"):
         measure_recall(
             tiny_model(vocab_size=80), TokenRecall([1], [2, 3], [4, 88]), distances=[9], num_pairs=1, num_candidates=2
         )

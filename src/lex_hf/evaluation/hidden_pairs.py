@@ -60,6 +60,11 @@ class Facts:
         return self.asked, *self.others
 
     @property
+    def largest_id(self) -> int:
+        """The largest id of all pairs and candidates."""
+        return max(map(max, (*self.candidates, *(pair.statement for pair in self.pairs))))
+
+    @property
     def least_distance(self) -> int:
         """The smallest distance at which the pair can be asked for, in tokens."""
         return len(self.asked.end) + len(self.asked.question)

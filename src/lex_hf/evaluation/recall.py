@@ -172,8 +172,8 @@ def measure_recall(
 
     For each distance, `num_samples` texts are made from the seed: `num_pairs` pairs, of which one, at exactly this
     distance, is asked for at the end; the others stand at random places before and after it, with filler between. All
-    texts of a measurement have as few tokens before the value as hold all pairs, so their length is that number plus
-    the distance. Pairs and candidates are the same at every distance, and for every model with this task and seed.
+    texts of a distance have as few tokens before the value as hold all pairs, so their length is that number plus the
+    distance. Every model with this task and seed reads the same texts; those of different distances are independent.
 
     Two things are counted. *Exact match*: greedy decoding writes the value. One pass over the value shows it: each of
     its tokens is the most probable one after those before it, which is the same thing. *Accuracy*: the value's
@@ -255,7 +255,7 @@ def known_training_length(model: PreTrainedModel) -> int | None:
 
 
 class Texts:
-    """The texts of a measurement: pairs are drawn once, and hidden in another text for each distance.
+    """The texts of a measurement, each made when it is needed, from the seed, its distance and its index.
 
     Args:
         task: Where they come from; see [`measure_recall`].
@@ -273,18 +273,28 @@ class Texts:
         self.options, self.training_length = options, training_length
         self.distances = options.distances_of(training_length)
         self.task.check(0, options.num_pairs, options.num_candidates)
-        self.facts: list[Facts] = [
-            draw_facts(self.task, options.num_pairs, options.num_candidates, np.random.default_rng(seeds))
-            for seeds in ([options.seed, index] for index in range(options.num_samples))
-        ]
-        self.before = max(facts.tokens_before for facts in self.facts)
-        least = max(facts.least_distance for facts in self.facts)
+        self.facts = {distance: self._draw(distance) for distance in self.distances}
+        every = [facts for row in self.facts.values() for facts in row]
+        self.longest_value = max(len(each) for facts in every for each in facts.candidates)
+        self.largest_id = max(self.task.largest_id, *(facts.largest_id for facts in every))
+        least = max(facts.least_distance for facts in every)
         if self.distances[0] < least:
             raise ValueError(
                 f"distance = {self.distances[0]}: the question and what ends a sentence have {least} tokens, which is "
                 "the least distance."
             )
-        self.task.check(self.before + self.distances[-1], options.num_pairs, options.num_candidates)
+        longest = max(self._before(distance) + distance for distance in self.distances)
+        self.task.check(longest, options.num_pairs, options.num_candidates)
+
+    def _draw(self, distance: int) -> list[Facts]:
+        """Pairs of each text of a distance: others at each, so that figures by distance are independent."""
+        seeds = ([self.options.seed, distance, index] for index in range(self.options.num_samples))
+        sizes = self.options.num_pairs, self.options.num_candidates
+        return [draw_facts(self.task, *sizes, np.random.default_rng(each)) for each in seeds]
+
+    def _before(self, distance: int) -> int:
+        """Tokens up to the value in each text of a distance, after the start: as few as hold all pairs."""
+        return max(facts.tokens_before for facts in self.facts[distance])
 
     def result(self, name: str, points: Sequence[RecallPoint]) -> RecallResult:
         """Return the result of a model that is called so."""
@@ -304,16 +314,16 @@ class Texts:
 
     def point(self, distance: int) -> RecallPoint:
         """Return what is known of a distance before anything is measured."""
-        return RecallPoint(distance, self.length(distance), len(self.facts))
+        return RecallPoint(distance, self.length(distance), self.options.num_samples)
 
     def length(self, distance: int) -> int:
         """Return the length of all texts of a distance in tokens."""
-        return len(self.task.start) + self.before + distance
+        return len(self.task.start) + self._before(distance) + distance
 
     @property
     def longest(self) -> int:
         """Length of the longest text with the longest value, in tokens."""
-        return self.length(self.distances[-1]) + max(len(each) for facts in self.facts for each in facts.candidates)
+        return max(map(self.length, self.distances)) + self.longest_value
 
     def check_vocabulary(self, model: PreTrainedModel) -> None:
         """Check that a model has an embedding for every id.
@@ -322,23 +332,21 @@ class Texts:
             ValueError: If not.
         """
         vocabulary = model.get_input_embeddings().weight.shape[0]
-        drawn = (ids for each in self.facts for ids in (*each.candidates, *(pair.question for pair in each.pairs)))
-        largest = max(self.task.largest_id, *map(max, drawn))
-        if largest >= vocabulary:
+        if self.largest_id >= vocabulary:
             raise ValueError(
-                f"A text holds the token id {largest}, but the vocabulary of the model has {vocabulary} ids."
+                f"A text can hold the token id {self.largest_id}, but the model's vocabulary has {vocabulary} ids."
             )
 
     def write(self, index: int, distance: int) -> Tensor:
         """Return a text, int64, shape `(length,)`."""
-        rng = np.random.default_rng([self.options.seed, index, distance])
-        return write_context(self.task, self.facts[index], distance, self.before, rng)
+        rng = np.random.default_rng([self.options.seed, distance, index, 1])
+        return write_context(self.task, self.facts[distance][index], distance, self._before(distance), rng)
 
     def batches(self, distance: int) -> Iterator[tuple[Tensor, Sequence[Facts]]]:
         """Yield texts of shape `(texts, length)`, and what they ask for."""
         size = self.options.batch_size or min(_MOST_AT_ONCE, max(1, _TOKENS_AT_ONCE // self.length(distance)))
-        for first in range(0, len(self.facts), size):
-            facts = self.facts[first : first + size]
+        for first in range(0, self.options.num_samples, size):
+            facts = self.facts[distance][first : first + size]
             yield torch.stack([self.write(first + index, distance) for index in range(len(facts))]), facts
 
 
