@@ -230,7 +230,7 @@ class TestExport:
     @pytest.mark.parametrize("fields", [{}, {"attention_pattern": "full"}, {"position_embedding_type": "t5"}])
     @pytest.mark.parametrize("length", [9, 14, 40])
     def test_of_one_length(self, length: int, fields: dict[str, Any]) -> None:
-        model, ids = tiny_model(dtype=torch.float64, num_hidden_layers=1, **fields), random_ids(2, length)
+        model, ids = tiny_model(dtype=torch.float64, **fields), random_ids(2, length)
         exported = torch.export.export(model, (ids,), {"use_cache": False}).module()
         for seed in (0, 1):
             ids = random_ids(2, length, seed=seed)
@@ -260,7 +260,7 @@ class TestExport:
             exported(**inputs(refused), use_cache=False)
 
     def test_of_full_attention_serves_every_length(self) -> None:
-        model = tiny_model(dtype=torch.float64, num_hidden_layers=1, attention_pattern="full")
+        model = tiny_model(dtype=torch.float64, attention_pattern="full")
         shapes = {"input_ids": {1: torch.export.Dim("length", min=2, max=500)}, "use_cache": None}
         example = {"input_ids": random_ids(2, 10), "use_cache": False}
         exported = torch.export.export(model, (), example, dynamic_shapes=shapes).module()

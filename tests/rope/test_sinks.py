@@ -1,6 +1,7 @@
 """Sinks: the first tokens of a text stay visible just before every pair of blocks, as a loop over pairs has it."""
 
 import copy
+import functools
 import re
 from typing import Any
 
@@ -30,6 +31,12 @@ KINDS = ["llama", "gpt_neox"]
 
 def model_of(kind: str = "llama", attention: str = "eager") -> PreTrainedModel:
     return rope_model(kind, attention, max_position_embeddings=LENGTH, num_hidden_layers=2)
+
+
+@functools.cache
+def with_sinks(kind: str = "llama") -> PreTrainedModel:
+    """One that is only read with."""
+    return blockwise(model_of(kind), sinks=SINKS)
 
 
 def distance_of(query: int, key: int, sinks: int = SINKS, block: int = BLOCK) -> int | None:
@@ -93,7 +100,7 @@ def test_pieces_and_padding_change_nothing(
     texts: torch.Tensor,
 ) -> None:
     """Each row of a batch with padding anywhere gives the logits that its text gives alone."""
-    model, tokens = blockwise(model_of(kind), sinks=SINKS), min(sum(pieces), texts.shape[1])
+    model, tokens = with_sinks(kind), min(sum(pieces), texts.shape[1])
     pieces = pieces if sum(pieces) == tokens else [tokens]
     mask = torch.ones(3, tokens, dtype=torch.long)
     for place in padded:
@@ -117,19 +124,19 @@ def test_up_to_the_training_length_nothing_changes(texts: torch.Tensor) -> None:
 
 
 def test_sinks_change_what_far_tokens_see(texts: torch.Tensor) -> None:
-    with_sinks, without = blockwise(model_of(), sinks=SINKS), blockwise(model_of(), 2 * BLOCK)
+    model, without = with_sinks(), blockwise(model_of(), 2 * BLOCK)
     with torch.no_grad():
-        assert not torch.allclose(with_sinks(texts).logits[:, -1], without(texts).logits[:, -1], atol=1e-3)
+        assert not torch.allclose(model(texts).logits[:, -1], without(texts).logits[:, -1], atol=1e-3)
         other = texts.clone()
         other[:, 0] = (other[:, 0] + 1) % VOCABULARY
-        assert not torch.equal(with_sinks(texts).logits[:, -1], with_sinks(other).logits[:, -1])
+        assert not torch.equal(model(texts).logits[:, -1], model(other).logits[:, -1])
 
 
 def test_generation_with_and_without_cache_writes_the_same(texts: torch.Tensor) -> None:
     model = blockwise(model_of(attention="sdpa"), sinks=SINKS)
     ids, mask = texts[:, :9].clone(), torch.ones(3, 9, dtype=torch.long)
     mask[1, :4], mask[2, :1] = 0, 0
-    options = {"attention_mask": mask, "max_new_tokens": 21 * BLOCK, "do_sample": False}
+    options = {"attention_mask": mask, "max_new_tokens": 9 * BLOCK, "do_sample": False}
     expected = model.generate(ids, use_cache=False, **options)
     assert torch.equal(model.generate(ids, **options), expected)
     assert torch.equal(model.generate(ids, cache_implementation="static", disable_compile=True, **options), expected)
@@ -144,7 +151,7 @@ def test_generation_with_and_without_cache_writes_the_same(texts: torch.Tensor) 
 @settings(max_examples=20)
 @given(read_first=st.integers(1, 40), removed=st.integers(1, 40), again=st.integers(1, 20))
 def test_tokens_are_taken_back(read_first: int, removed: int, again: int) -> None:
-    model = blockwise(model_of(), sinks=SINKS)
+    model = with_sinks()
     ids = torch.randint(2, VOCABULARY, (2, 64), generator=torch.Generator().manual_seed(5))
     cache = reader_of(model).new_cache()  # type: ignore[union-attr]
     for layer in cache.layers:
