@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from lex_hf.data.tokenizing import DOCUMENTS_PER_BATCH, TOKEN_FEATURES, tokenize_in_pieces
+from lex_hf.model.loss_lex import IGNORED
 from lex_hf.records import content_hash
 
 _PACKED_FEATURES = Features({**TOKEN_FEATURES, "position_ids": List(Value("int32"))})
@@ -141,7 +142,7 @@ def check_examples(dataset: Dataset, vocab_size: int) -> str:
     """Read all examples of a model with `vocab_size` ids; return their number, length and a hash of their content.
 
     Raises:
-        ValueError: If there are none, they are not of equal length of at least 2, or an id is out of range.
+        ValueError: If there are none, they are not of equal length of at least 2, or an id or label is out of range.
     """
     if "input_ids" not in dataset.column_names:
         raise ValueError(
@@ -150,10 +151,15 @@ def check_examples(dataset: Dataset, vocab_size: int) -> str:
         )
     if len(dataset) == 0:
         raise ValueError("The dataset has no examples.")
-    columns = [name for name in ("input_ids", "position_ids") if name in dataset.column_names]
+    columns = columns_of(dataset)
     length = len(dataset[0]["input_ids"])
     digest = content_hash(_checked(dataset.select_columns(columns), length, vocab_size))
     return f"{len(dataset)} examples of {length} tokens, {digest}"
+
+
+def columns_of(dataset: Dataset) -> list[str]:
+    """Return the columns of examples that a training takes: `input_ids`, and `position_ids` and `labels` if there."""
+    return [name for name in ("input_ids", "position_ids", "labels") if name in dataset.column_names]
 
 
 def _checked(dataset: Dataset, length: int, vocab_size: int) -> Iterator[bytes]:
@@ -166,6 +172,11 @@ def _checked(dataset: Dataset, length: int, vocab_size: int) -> Iterator[bytes]:
                 raise ValueError(
                     f"The examples hold the token {low if low < 0 else high}, but the model has the tokens 0 to "
                     f"{vocab_size - 1}: they were made with another tokenizer."
+                )
+            if name == "labels" and (high >= vocab_size or bool(((values < 0) & (values != IGNORED)).any())):
+                raise ValueError(
+                    f"The labels go from {low} to {high}; a label is a token, 0 to {vocab_size - 1}, or {IGNORED} for "
+                    "a token that is not learnt."
                 )
             yield values.tobytes()
 

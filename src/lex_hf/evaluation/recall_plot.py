@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
+from statistics import fmean
 from typing import Protocol
 
 from matplotlib.axes import Axes
@@ -13,6 +14,7 @@ _MEASURES = {
     "accuracy": ("right among the candidates", "accuracy_interval"),
     "exact_match": ("greedy decoding writes it", "exact_interval"),
 }
+_PANELS_IN_A_ROW = 3
 _TICKS = 8  # that fit beside each other
 
 
@@ -68,6 +70,40 @@ def plot_recall(results: Mapping[str, RecallCurve], *, title: str) -> Figure:
     legend = figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
     for text in legend.get_texts():
         text.set_parse_math(False)
+    return figure
+
+
+def plot_shares(
+    panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]], length: int, *, title: str
+) -> Figure:
+    """Draw shares by distance for many systems: means over seeds as lines, and each seed as a dot.
+
+    Args:
+        panels: By panel, system and distance in tokens, a share for each seed; none where it could not be read.
+        length: Training length in tokens, marked by a line.
+        title: Title; say what the shares are of.
+    """
+    columns = min(len(panels), _PANELS_IN_A_ROW)
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(3.6 * columns, 3.6 * rows), layout="constrained")
+    figure.suptitle(title, parse_math=False)
+    every = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
+    for axes, (name, curves) in zip(every, panels.items(), strict=False):
+        for (system, curve), style in zip(curves.items(), cycle(plots.STYLES), strict=False):
+            known = {distance: shares for distance, shares in curve.items() if shares}
+            means = [fmean(shares) for shares in known.values()]
+            axes.plot(list(known), means, label=system, markersize=5, **style)
+            for distance, shares in known.items():
+                axes.plot([distance] * len(shares), shares, ".", color=style["color"], alpha=0.4, markersize=4)
+        axes.axvline(length, color="0.4", linewidth=1, linestyle=":", zorder=1)
+        axes.set_xscale("log", base=2)
+        axes.set(title=name, ylim=(-0.03, 1.03))
+        axes.title.set(parse_math=False, fontsize="medium", wrap=True)
+        axes.grid(visible=True, color="0.92")
+        axes.legend(loc="best", fontsize="x-small", frameon=False)
+    for axes in every[len(panels) :]:
+        axes.set_visible(False)
+    figure.supxlabel(f"Distance (tokens); dotted: the training length, {length}")
     return figure
 
 

@@ -38,7 +38,7 @@ def render(record: Mapping[str, Any]) -> str:
     blocks = [*_introduction(record)]
     for name, result in record["results"].items():
         blocks += [f"## {_heading_of(name, result)}", *_results(record, name, result)]
-    blocks += ["## How it was made", *_making(record)]
+    blocks += ["## How it was made", *making(record)]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -249,7 +249,8 @@ def _interval(record: Mapping[str, Any], interval: Sequence[float]) -> str:
     return " to ".join(map(_number, _ends(record, interval)))
 
 
-def _making(record: Mapping[str, Any]) -> Iterator[str]:
+def making(record: Mapping[str, Any]) -> Iterator[str]:
+    """Say how a record was made: the command, the models, the texts, hardware and versions."""
     yield f"`{record['command']}`, {record['created']}."
     if record["models"]:
         head = ["model", "systems", "parameters", "steps", "tokens", "loss", "seconds"]

@@ -139,9 +139,21 @@ def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int
 
 
 def perplexity_by_length(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], lengths: Sequence[int]
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    lengths: Sequence[int],
+    *,
+    add_start_token: bool = True,
 ) -> dict[int, float]:
-    """Measure perplexity under the protocol `chunked` at several lengths of segments in tokens, over the same bytes.
+    """Measure perplexity under the protocol `chunked` at several lengths of segments in tokens, over the same texts.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer.
+        texts: Texts.
+        lengths: Lengths of segments in tokens.
+        add_start_token: Whether texts begin with the BOS token.
 
     Returns:
         Perplexity by length; lengths that the model cannot read are missing.
@@ -150,6 +162,14 @@ def perplexity_by_length(
     for length in lengths:
         if can_read(model.config, length):
             batch_size = max(1, TOKENS_AT_ONCE // length)
-            result = compute_perplexity(model, tokenizer, texts, length=length, batch_size=batch_size, progress=False)
+            result = compute_perplexity(
+                model,
+                tokenizer,
+                texts,
+                length=length,
+                batch_size=batch_size,
+                add_start_token=add_start_token,
+                progress=False,
+            )
             curve[length] = result.perplexity
     return curve

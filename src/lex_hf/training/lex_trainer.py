@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, default_data_collator
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from lex_hf.data.packing import columns_of
 from lex_hf.data.streaming import PackedStream
 from lex_hf.model.loss_lex import IGNORED
 from lex_hf.training.divergence import TrainingDiverged
@@ -123,21 +124,20 @@ def removed_on_failure(folder: Path) -> Iterator[None]:
 
 def as_tensors(dataset: Dataset) -> Dataset:
     """Return examples as tensors, without columns that the model does not take."""
-    columns = [name for name in ("input_ids", "position_ids") if name in dataset.column_names]
-    return dataset.with_format("torch", columns=columns)
+    return dataset.with_format("torch", columns=columns_of(dataset))
 
 
 def collate(examples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Make a batch whose labels are its tokens: end-of-text is learnt though it also pads.
+    """Make a batch whose labels, if it has none, are its tokens: end-of-text is learnt though it also pads.
 
     Nothing predicts the first token of an example, nor, where documents are kept apart, of one of these; they are no
     labels, as older versions of `Trainer` divide the loss by the number of all labels.
 
-    `input_ids` and perhaps `position_ids` of shape `(length,)` become batches of shape `(batch, length)`, as are the
-    `labels`.
+    `input_ids` and perhaps `position_ids` and `labels` of shape `(length,)` become batches of shape `(batch, length)`,
+    as are the `labels`.
     """
     batch: dict[str, torch.Tensor] = default_data_collator(examples)
-    labels = batch["input_ids"].clone()
+    labels = batch.get("labels", batch["input_ids"]).clone()
     labels[:, 0] = IGNORED
     if "position_ids" in batch:
         labels[batch["position_ids"] == 0] = IGNORED

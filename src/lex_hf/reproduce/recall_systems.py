@@ -1,0 +1,107 @@
+"""Systems of the study of recall: which layers see how far, and how they know of order."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lex_hf.model.configuration_lex import LexConfig
+
+LAYERS = 8
+SHARES = (2, 4, 8)  # of a hybrid, one layer in so many has full attention
+_NAMES = {"xpos": "xPos", "rope": "RoPE", "alibi": "ALiBi", "none": "no positions"}
+
+
+@dataclass(frozen=True)
+class RecallSystem:
+    """A model and how it is read.
+
+    Attributes:
+        name: Its name in the report.
+        group: The panel of the pictures in which it is drawn.
+        model: Fields of its `LexConfig` in training.
+        reading: Fields of its `LexConfig` that are others when it reads.
+    """
+
+    name: str
+    group: str
+    model: Mapping[str, Any]
+    reading: Mapping[str, Any] = field(default_factory=dict)
+
+    def config(self, sizes: Mapping[str, Any], *, reading: bool) -> LexConfig:
+        """Return the configuration of a model of these sizes, in training or in reading."""
+        return LexConfig(**{**sizes, **self.model, **(self.reading if reading else {})})
+
+
+def systems(length: int) -> list[RecallSystem]:
+    """Return all systems.
+
+    Within the training length, all patterns but short blocks are plain causal attention; so systems that differ in
+    reading alone share a model. Hybrids are trained with the short blocks that they read with: where a block reaches
+    as far as the training texts, layers with blocks learn to look back, and full layers have nothing to do.
+
+    Args:
+        length: l in tokens.
+    """
+    hybrids = _hybrids(length)
+    return [*_of_one_scheme(), *hybrids, *_with_log_scaling(hybrids[: len(SHARES)]), *_controls(length)]
+
+
+def _of_one_scheme() -> list[RecallSystem]:
+    bounded, whole = "the same in all layers, bounded", "the same in all layers, full attention"
+    xpos = {"position_embedding_type": "xpos"}
+    found = [
+        RecallSystem("xPos, blocks", bounded, xpos, {"attention_pattern": "blockwise"}),
+        RecallSystem("xPos, sliding", bounded, xpos, {"attention_pattern": "sliding"}),
+        RecallSystem("RoPE, blocks", bounded, {"position_embedding_type": "rope"}, {"attention_pattern": "blockwise"}),
+    ]
+    return found + [
+        RecallSystem(f"{name}, full", whole, {"position_embedding_type": scheme}, {"attention_pattern": "full"})
+        for scheme, name in _NAMES.items()
+    ]
+
+
+def _hybrids(length: int) -> list[RecallSystem]:
+    return [
+        RecallSystem(
+            f"1 full in {share}, {_NAMES[scheme]}",
+            f"blocks with xPos, full layers with {_NAMES[scheme]}",
+            hybrid(share, scheme) | {"block_length": max(1, length // 8)},
+        )
+        for scheme in ("none", "rope", "xpos")
+        for share in SHARES
+    ]
+
+
+def _with_log_scaling(hybrids: list[RecallSystem]) -> list[RecallSystem]:
+    reading = {"full_attention_log_scaling": True}
+    return [
+        RecallSystem(f"{each.name}, log scaling", f"{each.group}, log scaling", each.model, reading)
+        for each in hybrids
+    ]
+
+
+def _controls(length: int) -> list[RecallSystem]:
+    """What hybrids are compared with: blocks of l/2 in training, and full layers that come after training."""
+    group = "controls"
+    return [
+        RecallSystem("1 full in 4, no positions, blocks of l/2", group, hybrid(4, "none")),
+        RecallSystem(
+            "xPos, 1 full in 4 in reading alone",
+            group,
+            {"position_embedding_type": "xpos"},
+            {"attention_pattern": hybrid(4, "xpos")["attention_pattern"]},
+        ),
+    ]
+
+
+def hybrid(share: int, scheme: str, layers: int = LAYERS) -> dict[str, Any]:
+    """Return the fields of a model of which one layer in `share` has full attention and a scheme of its own.
+
+    It is the one after the first half of each group: it needs layers before it that tell it which token comes before
+    which, and as the last of eight it took twice the steps to learn.
+    """
+
+    def of(bounded: str, full: str) -> list[str]:
+        return [full if index % share == share // 2 else bounded for index in range(layers)]
+
+    return {"attention_pattern": of("blockwise", "full"), "position_embedding_type": of("xpos", scheme)}
