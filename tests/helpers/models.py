@@ -82,7 +82,7 @@ PATTERNS = (
     {"attention_pattern": "sliding"},
     {"attention_pattern": "sliding", "sliding_window": 5},
     {"attention_pattern": "full"},
-    {"attention_pattern": ["blockwise", "full"]},
+    {"attention_pattern": ["blockwise", "full"], "full_attention_log_scaling": True},
 )
 
 ABLATIONS = (
@@ -116,7 +116,11 @@ MIXED: tuple[dict[str, Any], ...] = (
     {"position_embedding_type": ["kerple", "t5"], "t5_num_buckets": 8, "t5_max_distance": 20},
     {"position_embedding_type": ["sandwich", "alibi"], "sandwich_dim": 16},
 )
-HYBRID = {"attention_pattern": ["blockwise", "full"], "position_embedding_type": ["xpos", "none"]}
+HYBRID = {
+    "attention_pattern": ["blockwise", "full"],
+    "position_embedding_type": ["xpos", "none"],
+    "full_attention_log_scaling": True,
+}
 
 scheme_fields = st.sampled_from((*SCHEMES, *MIXED))
 

@@ -143,7 +143,11 @@ def forward(weights: Mapping[str, torch.Tensor], ids: torch.Tensor, settings: Ma
         states = [linear(f"{prefix}.self_attn.{n}_proj", h).unflatten(-1, (heads, -1)).transpose(0, 1) for n in "qkv"]
         mask, outputs = visible(pattern, len(ids), block), []
         for head, (q, k, v) in enumerate(zip(*states, strict=True), start=1):
-            scores = xpos_scores(q, k, own) + biases(parameters, own, head, len(ids))
+            scores = xpos_scores(q, k, own)
+            if pattern == "full" and settings.get("full_attention_log_scaling"):
+                seen = torch.arange(1, len(ids) + 1, dtype=torch.float64)
+                scores *= (seen.log() / math.log(settings["training_length"])).clamp(min=1)[:, None]
+            scores = scores + biases(parameters, own, head, len(ids))
             outputs.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v)
         x = x + linear(f"{prefix}.self_attn.o_proj", torch.cat(outputs, dim=-1))
         h = linear(f"{prefix}.mlp.up_proj", norm(f"{prefix}.post_attention_layernorm", x))

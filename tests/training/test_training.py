@@ -70,6 +70,25 @@ class TestLoss:
         assert collate([{"input_ids": ids}, {"input_ids": ids}])["labels"].tolist() == [[-100, 6, 7, 8]] * 2
         assert collate([{"input_ids": ids, "position_ids": positions}])["labels"].tolist() == [[-100, 6, -100, 8]]
 
+    def test_labels_of_the_examples_are_learnt(self, tmp_path: Path) -> None:
+        data = examples(6)
+        masked = [[-100] * 5 + row[5:] for row in data["input_ids"][:]]
+        data = data.add_column("labels", masked)
+        model = tiny_lex(initializer_range=0.3)
+        ids, labels = torch.tensor(data["input_ids"][:]), torch.tensor(masked)
+        with torch.no_grad():
+            expected = float(model(ids, labels=labels).loss)
+        assert expected != pytest.approx(_hand_loss(model, data), abs=1e-3)
+        result = train_tiny(tmp_path, model, data, max_steps=1, save_strategy="no", per_device_train_batch_size=6)
+        assert result.train_loss == pytest.approx(expected, abs=1e-5)
+
+    @pytest.mark.parametrize("label", [-1, -101, 10**6])
+    def test_labels_that_are_no_tokens(self, tmp_path: Path, label: int) -> None:
+        data = examples(4)
+        data = data.add_column("labels", [[label] * len(row) for row in data["input_ids"][:]])
+        with pytest.raises(ValueError, match=f"labels go from {label} to {label}; a label is a token"):
+            train_tiny(tmp_path, tiny_lex(), data, max_steps=1)
+
     def test_accumulated_gradients_are_those_of_the_whole_batch(self, tmp_path: Path) -> None:
         # 10 examples: the second step of each epoch accumulates fewer batches.
         whole, parts = tiny_lex(), tiny_lex()

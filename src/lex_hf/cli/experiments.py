@@ -1,5 +1,6 @@
 """Experiments: demo, extrapolation, reproduce."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,6 +11,8 @@ from rich.table import Column
 from lex_hf.cli.options import LARGEST_SEED, MOST, Device, Json
 from lex_hf.cli.printing import is_main_process, new_table, number, print_json, session
 from lex_hf.cli.ways import tables
+
+_STUDIES = ("ways-to-read", "recall")
 
 
 def demo(
@@ -46,7 +49,8 @@ def reproduce(
         typer.Argument(
             help="lex-table2 … lex-table6, lex-figure1, lex-figure2 (arXiv 2212.10554); sandwich-table1, -table2, "
             "-table3, -table5, sandwich-figure4 … -figure7, -figure11 (arXiv 2212.10356); ways-to-read: a tiny Llama "
-            "and GPT-NeoX, read beyond their training length in all ways that need no training."
+            "and GPT-NeoX, read beyond their training length in all ways that need no training; recall: which systems "
+            "find what was said far back, and what it costs."
         ),
     ],
     preset: Annotated[
@@ -88,10 +92,15 @@ def reproduce(
 
     A run that was stopped or killed continues when the same command is given again.
     """
-    if table == "ways-to-read":
-        others = {"data": data, "test": test, "length": length, "tokenizer": tokenizer, "also": also}
-        others |= {"segments": segments, "device": device, "dry-run": dry_run or None}
-        _reproduce_ways(preset, output, steps, _seeds(seeds)[:1], others, as_json)
+    if table in _STUDIES:
+        own = {"data": data, "test": test}
+        others = {"length": length, "tokenizer": tokenizer, "also": also, "segments": segments, "device": device}
+        _check_study(table, preset, {**others, "dry-run": dry_run or None, **({} if table == "recall" else own)})
+        with session(as_json) as console:
+            if table == "recall":
+                _reproduce_recall(output, steps, _seeds(seeds), data or (), test or (), console, as_json)
+            else:
+                _reproduce_ways(output, steps, _seeds(seeds)[:1], console, as_json)
         return
     from lex_hf.reproduce import running
 
@@ -120,27 +129,45 @@ def reproduce(
         print_json(result)
 
 
-def _reproduce_ways(
-    preset: str, output: Path, steps: int | None, seeds: list[int], others: dict[str, Any], as_json: bool
-) -> None:
+def _check_study(name: str, preset: str, others: Mapping[str, Any]) -> None:
+    """Refuse options that a study does not have."""
+    given = [f"--{option}" for option, value in others.items() if value is not None]
+    if preset != "tiny" or given:
+        raise ValueError(
+            f"{name} has the preset tiny alone, and no {given[0] if given else '--preset ' + preset}; for models and "
+            f"texts of your own, see lex-hf {name}."
+        )
+
+
+def _reproduce_ways(output: Path, steps: int | None, seeds: list[int], console: Console, as_json: bool) -> None:
     """Train tiny models of other families, and read with them in all ways; the first seed counts."""
     from lex_hf.reproduce import ways
 
-    given = [f"--{name}" for name, value in others.items() if value is not None]
-    if preset != "tiny" or given:
-        raise ValueError(
-            f"ways-to-read has the preset tiny alone, and no {given[0] if given else '--preset ' + preset}; for "
-            "models and texts of your own, see lex-hf ways-to-read."
-        )
-    with session(as_json) as console:
-        results = ways.run(output, steps=steps or ways.STEPS, seed=seeds[0] if seeds else 0, console=console)
+    results = ways.run(output, steps=steps or ways.STEPS, seed=seeds[0] if seeds else 0, console=console)
     if as_json:
         print_json({kind: result.to_dict() for kind, result in results.items()})
-    else:
-        console.print(*(tables(result.ways) for result in results.values()), sep="\n")
-        for result in results.values():
-            shares = ", ".join(f"{share:.1%}" for share in result.first_tokens[:, :, 0].mean(dim=1).tolist())
-            console.print(f"{result.ways.model}: the first token draws {shares} of the attention, by layer")
+        return
+    console.print(*(tables(result.ways) for result in results.values()), sep="\n")
+    for result in results.values():
+        shares = ", ".join(f"{share:.1%}" for share in result.first_tokens[:, :, 0].mean(dim=1).tolist())
+        console.print(f"{result.ways.model}: the first token draws {shares} of the attention, by layer")
+
+
+def _reproduce_recall(
+    output: Path,
+    steps: int | None,
+    seeds: list[int],
+    data: Sequence[str],
+    tests: Sequence[str],
+    console: Console,
+    as_json: bool,
+) -> None:
+    """Train tiny models of many systems, and measure what they recall, by distance."""
+    from lex_hf.reproduce import recall
+
+    record = recall.run(output, steps=steps or recall.STEPS, seeds=seeds, data=data, tests=tests, console=console)
+    if as_json and is_main_process():
+        print_json(record)
 
 
 def _seeds(text: str) -> list[int]:

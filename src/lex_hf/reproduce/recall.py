@@ -32,7 +32,7 @@ from lex_hf.reproduce.tiny import check_seeds, check_steps, perplexity_by_length
 NAME = "recall"
 LENGTH = 64  # l, in tokens
 MULTIPLES = (1, 2, 4, 8, 16, 32)  # of l: distances and lengths of texts
-STEPS = 1500
+STEPS = 2000
 SAMPLES = 200  # texts that ask for recall, for each distance
 _EXAMPLES_PER_STEP = 32
 _TOKENS_AT_ONCE = 8192
@@ -161,7 +161,7 @@ class _Study:
             "learning_rate": 3e-3,
             "warmup_steps": min(_WARMUP, self.steps // 3),
             "lr_scheduler_type": "warmup_stable_decay",
-            "lr_scheduler_kwargs": {"num_decay_steps": self.steps // 2, "decay_type": "linear"},
+            "lr_scheduler_kwargs": {"num_decay_steps": self.steps // 4, "decay_type": "linear"},
             "weight_decay": 0.1,
             "max_grad_norm": 1.0,
         }
