@@ -52,7 +52,7 @@ class Experiment:
         for number, (job, served) in enumerate(wanted, start=1):
             state = job.state(self.models)
             self.report(f"Model {number} of {len(wanted)}, {job.name}: {DOES[state]}")
-            examples = None if state == "trained" else self._examples(tokenizer, job.config.training_length)
+            examples = None if state == "trained" else self._examples(tokenizer, job.training_length)
             at_once = self.setting.preset.tokens_at_once
             trained.append((ensure(job, self.models, tokenizer, examples, at_once), served))
         return trained

@@ -1,12 +1,13 @@
 """The models of the tables: each trained once, kept under a hash of all that decides its weights, and resumed.
 
-The hash is over the fields of the config that differ from the defaults, the training settings, the seed, the tokenizer
-and the training texts; not over versions or hardware, which are recorded beside the model.
+They are LEX models, or others of transformers. The hash is over the fields of the config that differ from the
+defaults, the training settings, the seed, the tokenizer and the training texts; not over versions or hardware, which
+are recorded beside the model.
 """
 
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -14,11 +15,11 @@ from typing import Any, Literal
 import torch
 from accelerate import PartialState
 from datasets import Dataset
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase, set_seed
 
 from lex_hf.model.configuration_lex import LexConfig
-from lex_hf.model.modeling_lex import LexForCausalLM
 from lex_hf.records import fingerprint, hardware, read_json, versions, write_json
+from lex_hf.rope.blockwise import training_length_of
 from lex_hf.training.arguments import training_arguments
 from lex_hf.training.interruption import TrainingInterrupted
 from lex_hf.training.run_folder import last_checkpoint
@@ -38,7 +39,7 @@ class Job:
     """Training of a model that a table needs.
 
     Attributes:
-        config: Its configuration, in training.
+        config: Its configuration, in training: that of a LEX model, or of another causal language model.
         training: Fields of `TrainingArguments` that decide the weights.
         examples_per_step: Training examples of an optimiser step, over all devices.
         seed: Seed of weights and of the order of examples.
@@ -47,7 +48,7 @@ class Job:
         label: Name of its folder; `None` makes one of its identity.
     """
 
-    config: LexConfig
+    config: PreTrainedConfig
     training: Mapping[str, Any]
     examples_per_step: int
     seed: int
@@ -57,10 +58,11 @@ class Job:
 
     def identity(self) -> dict[str, Any]:
         """Return all that decides the weights."""
-        default = LexConfig().to_dict()
+        default, kind = type(self.config)().to_dict(), self.config.model_type
         fields = {name: value for name, value in self.config.to_dict().items() if value != default.get(name)}
+        of_kind = {} if kind == LexConfig.model_type else {"model_type": kind}
         return {
-            "config": {name: value for name, value in fields.items() if name not in _WITHOUT_EFFECT},
+            "config": of_kind | {name: value for name, value in fields.items() if name not in _WITHOUT_EFFECT},
             "training": dict(self.training),
             "examples_per_step": self.examples_per_step,
             "seed": self.seed,
@@ -70,12 +72,18 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Name of its folder: its label, or the scheme, the training length, the seed and the hash."""
+        """Name of its folder: its label, or the scheme or kind, the training length, the seed and the hash."""
         if self.label is not None:
             return self.label
-        config = self.config
         digest = fingerprint(self.identity())[:12]
-        return f"{'-'.join(dict.fromkeys(config.layer_schemes))}-l{config.training_length}-seed{self.seed}-{digest}"
+        kinds = "-".join(dict.fromkeys(_schemes(self.config))) or self.config.model_type
+        return f"{kinds}-l{self.training_length}-seed{self.seed}-{digest}"
+
+    @property
+    def training_length(self) -> int:
+        """Tokens of a training example."""
+        config = self.config
+        return config.training_length if isinstance(config, LexConfig) else training_length_of(config)
 
     @property
     def steps(self) -> int:
@@ -85,12 +93,12 @@ class Job:
     @property
     def tokens(self) -> int:
         """Tokens that it is trained on."""
-        return self.steps * self.examples_per_step * self.config.training_length
+        return self.steps * self.examples_per_step * self.training_length
 
     def parameters(self) -> int:
         """Return the number of parameters, counted without creating them."""
         with torch.device("meta"):
-            return int(LexForCausalLM(self.config).num_parameters())
+            return int(AutoModelForCausalLM.from_config(self.config).num_parameters())
 
     def state(self, models: Path) -> State:
         """Return whether the folder of models holds it, or a checkpoint of it."""
@@ -152,12 +160,13 @@ def train_job(
     arguments = training_arguments(folder, **_arguments(job, tokens_at_once))
     set_seed(job.seed)
     ids = {name: getattr(tokenizer, name) for name in _IDS}
-    model = LexForCausalLM(LexConfig(**({**job.config.to_diff_dict(), **ids})))
+    model = AutoModelForCausalLM.from_config(type(job.config)(**{**job.config.to_diff_dict(), **ids}))
     start = time.monotonic()
     result = train(model, tokenizer, examples, arguments, resume=begun, overwrite=overwrite and not begun)
     done = {
         "name": job.name,
         "identity": job.identity(),
+        "seed": job.seed,
         "parameters": model.num_parameters(),
         "steps": result.steps,
         "tokens": result.tokens,
@@ -183,9 +192,14 @@ def adopt(job: Job, models: Path) -> None:
         write_json(folder / DONE, {"name": job.name, "steps": job.steps})
 
 
-def can_read(config: LexConfig, length: int) -> bool:
-    """Return whether a model can read texts of `length` tokens; learned positions end with their table."""
-    return "learned" not in config.layer_schemes or length <= config.training_length
+def can_read(config: PreTrainedConfig, length: int) -> bool:
+    """Return whether a model can read texts of `length` tokens; learned positions of LEX end with their table."""
+    return "learned" not in _schemes(config) or length <= config.training_length
+
+
+def _schemes(config: PreTrainedConfig) -> Sequence[str]:
+    """Position schemes of the layers of a LEX model; none of others."""
+    return config.layer_schemes if isinstance(config, LexConfig) else ()
 
 
 def _arguments(job: Job, tokens_at_once: int) -> dict[str, Any]:
@@ -196,7 +210,7 @@ def _arguments(job: Job, tokens_at_once: int) -> dict[str, Any]:
             "number of processes."
         )
     mine = job.examples_per_step // processes
-    most = max(1, tokens_at_once // job.config.training_length)
+    most = max(1, tokens_at_once // job.training_length)
     batch = max(size for size in range(1, mine + 1) if mine % size == 0 and size <= most)
     return {
         **job.training,

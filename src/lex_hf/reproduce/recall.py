@@ -16,11 +16,14 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from rich.console import Console
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
 
 from lex_hf.evaluation.costs import Costs, measure_costs
 from lex_hf.evaluation.loading import evaluating, load_for_evaluation
 from lex_hf.evaluation.recall import measure_recall
 from lex_hf.inference.caches import new_cache
+from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.records import check_file, check_folder, fingerprint, hardware, read_json, versions, write_json
 from lex_hf.reproduce import models, recall_report
 from lex_hf.reproduce.experiment import DOES, distinct
@@ -28,6 +31,7 @@ from lex_hf.reproduce.models import LIBRARIES, Job, ensure
 from lex_hf.reproduce.recall_material import Material, bytes_of, words_that_ask
 from lex_hf.reproduce.recall_systems import LAYERS, RecallSystem, systems
 from lex_hf.reproduce.tiny import check_seeds, check_steps, perplexity_by_length
+from lex_hf.rope.blockwise import reader_of
 
 NAME = "recall"
 LENGTH = 64  # l, in tokens
@@ -38,15 +42,7 @@ _EXAMPLES_PER_STEP = 32
 _TOKENS_AT_ONCE = 8192
 _WARMUP = 100  # steps
 _ROUNDS = 3  # of the measurement of times, of which the fastest counts
-_SIZES = {
-    "hidden_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "intermediate_size": 128,
-    "initializer_range": 0.05,
-    "training_length": LENGTH,
-    "xpos_scale_base": LENGTH // 2,
-}
+_SIZES = {"hidden_size": 64, "num_hidden_layers": LAYERS, "num_attention_heads": 4, "initializer_range": 0.05}
 _VERSION = 1  # of what is measured; a higher one repeats all measurements
 
 
@@ -150,10 +146,10 @@ class _Study:
         costs = self._costs({system: place for (system, seed), place in places.items() if seed == self.seeds[0]})
         return [self._described(each, measured[each.name], costs[each.name]) for each in systems(LENGTH)]
 
-    def _config(self, system: RecallSystem, *, reading: bool) -> Any:
+    def _config(self, system: RecallSystem) -> PreTrainedConfig:
         last = len(self.material.tokenizer) - 1
         ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), last)
-        return system.config({**_SIZES, "vocab_size": last + 1, **ids}, reading=reading)
+        return system.config(LENGTH, {**_SIZES, "vocab_size": last + 1, **ids})
 
     def _job(self, system: RecallSystem, seed: int) -> Job:
         training = {
@@ -166,7 +162,7 @@ class _Study:
             "max_grad_norm": 1.0,
         }
         data = self.material.fingerprint(self.steps * _EXAMPLES_PER_STEP)
-        config = self._config(system, reading=False)
+        config = self._config(system)
         return Job(config, training, _EXAMPLES_PER_STEP, seed, self.material.unit, data)
 
     def _measure(self, system: RecallSystem, folder: Path) -> dict[str, Any]:
@@ -214,7 +210,7 @@ class _Study:
             text = torch.arange(length) % len(self.material.tokenizer)
             for name, model in loaded.items():
                 with torch.no_grad(), evaluating(model):
-                    costs = measure_costs(model, partial(new_cache, model), text, 4 * LENGTH)
+                    costs = measure_costs(model, partial(_empty_cache, model), text, 4 * LENGTH)
                 found[name][length] = costs.fastest(found[name].get(length))
         return found
 
@@ -224,9 +220,10 @@ class _Study:
         return {
             "name": system.name,
             "group": system.group,
+            "kind": system.kind,
             "model": dict(system.model),
             "reading": dict(system.reading),
-            "full_layers": self._config(system, reading=True).layer_patterns.count("full"),
+            "full_layers": system.full_layers(),
             "recall": [each["recall"] for each in measured],
             "perplexity": [each["perplexity"] for each in measured],
             "costs": {str(length): vars(each) for length, each in costs.items()},
@@ -234,3 +231,8 @@ class _Study:
 
     def _say(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False)
+
+
+def _empty_cache(model: PreTrainedModel) -> Cache:
+    is_ours = isinstance(model.config, LexConfig) or reader_of(model) is not None
+    return new_cache(model) if is_ours else DynamicCache(config=model.config)

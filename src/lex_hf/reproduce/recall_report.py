@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from lex_hf.evaluation import plots
 from lex_hf.evaluation.recall_plot import plot_shares
 from lex_hf.records import to_json, write_text
-from lex_hf.reproduce.recall_systems import LAYERS
+from lex_hf.reproduce.recall_systems import LAYERS, UNDER_BLOCKWISE
 from lex_hf.reproduce.report import making, markdown_table
 from lex_hf.reproduce.statements import Cell
 
@@ -81,6 +81,12 @@ def _introduction(record: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "± is half of the 95 % interval of the t distribution over the seeds. Systems of one scheme are trained with "
         "causal attention; only their reading differs."
+    )
+    yield (
+        f"{UNDER_BLOCKWISE}: a Llama of transformers, of as many layers and about as many parameters, trained on the "
+        "same texts with full attention, and read unchanged and under `lex_hf.blockwise` with blocks of l/2: in all "
+        "layers, and with `layers=`, which leaves one layer in 4 or in 2 with full attention, the same ones as in the "
+        "hybrids. Unlike those, it was trained without blocks."
     )
 
 

@@ -4,10 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers import AutoConfig, PreTrainedConfig
+
 from lex_hf.model.configuration_lex import LexConfig
 
 LAYERS = 8
 SHARES = (2, 4, 8)  # of a hybrid, one layer in so many has full attention
+LEX, LLAMA = "lex", "llama"  # kinds of models in transformers
+UNDER_BLOCKWISE = "Llama, RoPE, under blockwise"
 _NAMES = {"xpos": "xPos", "rope": "RoPE", "alibi": "ALiBi", "none": "no positions"}
 
 
@@ -18,18 +22,33 @@ class RecallSystem:
     Attributes:
         name: Its name in the report.
         group: The panel of the pictures in which it is drawn.
-        model: Fields of its `LexConfig` in training.
-        reading: Fields of its `LexConfig` that are others when it reads.
+        model: Fields of its configuration in training.
+        reading: Options of `load_for_evaluation` when it reads: fields of its `LexConfig` that are others then, or the
+            options of `blockwise`.
+        kind: Its `model_type` in transformers.
     """
 
     name: str
     group: str
     model: Mapping[str, Any]
     reading: Mapping[str, Any] = field(default_factory=dict)
+    kind: str = LEX
 
-    def config(self, sizes: Mapping[str, Any], *, reading: bool) -> LexConfig:
-        """Return the configuration of a model of these sizes, in training or in reading."""
-        return LexConfig(**{**sizes, **self.model, **(self.reading if reading else {})})
+    def config(self, length: int, sizes: Mapping[str, Any]) -> PreTrainedConfig:
+        """Return the configuration of a model in training, with texts of `length` tokens and these sizes."""
+        own = {
+            LEX: {"intermediate_size": 128, "training_length": length, "xpos_scale_base": length // 2},
+            LLAMA: {"intermediate_size": 96, "max_position_embeddings": length},  # of three matrices, not two
+        }
+        return AutoConfig.for_model(self.kind, **{**own[self.kind], **sizes, **self.model})
+
+    def full_layers(self) -> int:
+        """Return how many layers have full attention when it reads."""
+        if self.kind == LEX:
+            fields = {"num_hidden_layers": LAYERS, **self.model, **self.reading}
+            return int(LexConfig(**fields).layer_patterns.count("full"))
+        bounded = self.reading.get("layers", range(LAYERS)) if "blockwise" in self.reading else ()
+        return LAYERS - len(bounded)
 
 
 def systems(length: int) -> list[RecallSystem]:
@@ -43,7 +62,8 @@ def systems(length: int) -> list[RecallSystem]:
         length: l in tokens.
     """
     hybrids = _hybrids(length)
-    return [*_of_one_scheme(), *hybrids, *_with_log_scaling(hybrids[: len(SHARES)]), *_controls(length)]
+    log_scaled = _with_log_scaling(hybrids[: len(SHARES)])
+    return [*_of_one_scheme(), *hybrids, *log_scaled, *_controls(length), *_under_blockwise(length)]
 
 
 def _of_one_scheme() -> list[RecallSystem]:
@@ -94,6 +114,25 @@ def _controls(length: int) -> list[RecallSystem]:
     ]
 
 
+def _under_blockwise(length: int) -> list[RecallSystem]:
+    """A Llama, trained as it is, and read with full attention, in blocks of l/2, or with both."""
+    readings = {"unchanged": {}, "blockwise": {"blockwise": length}} | {
+        f"blockwise, 1 full in {share}": {"blockwise": length, "layers": bounded_layers(share)} for share in (4, 2)
+    }
+    return [
+        RecallSystem(f"Llama, {name}", UNDER_BLOCKWISE, {}, reading, kind=LLAMA) for name, reading in readings.items()
+    ]
+
+
+def bounded_layers(share: int) -> list[int]:
+    """Return the layers that read in blocks, where those of [`hybrid`] have full attention."""
+    return [index for index in range(LAYERS) if not _is_full(index, share)]
+
+
+def _is_full(index: int, share: int) -> bool:
+    return index % share == share // 2
+
+
 def hybrid(share: int, scheme: str, layers: int = LAYERS) -> dict[str, Any]:
     """Return the fields of a model of which one layer in `share` has full attention and a scheme of its own.
 
@@ -102,6 +141,6 @@ def hybrid(share: int, scheme: str, layers: int = LAYERS) -> dict[str, Any]:
     """
 
     def of(bounded: str, full: str) -> list[str]:
-        return [full if index % share == share // 2 else bounded for index in range(layers)]
+        return [full if _is_full(index, share) else bounded for index in range(layers)]
 
     return {"attention_pattern": of("blockwise", "full"), "position_embedding_type": of("xpos", scheme)}

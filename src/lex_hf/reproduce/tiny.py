@@ -128,13 +128,23 @@ def train_tiny(config: LexConfig, folder: Path, examples: Dataset, *, steps: int
         KeyboardInterrupt: If training was stopped; the same call resumes it from its checkpoint.
         ValueError: If `folder` holds another model.
     """
-    join_processes(folder)
     job = Job(config, tiny_training(steps), EXAMPLES_PER_STEP, seed, "bytes", "examples given", label=folder.name)
+    return train_in(folder, job, examples)
+
+
+def train_in(folder: Path, job: Job, examples: Dataset) -> TrainingResult:
+    """Train a model of bytes and save it in `folder`, as [`train_tiny`] does.
+
+    Raises:
+        KeyboardInterrupt: As of [`train_tiny`].
+        ValueError: As of [`train_tiny`].
+    """
+    join_processes(folder)
     try:
         return train_job(job, folder, byte_tokenizer(), examples, TOKENS_AT_ONCE)
     except TrainingInterrupted as stopped:
         raise KeyboardInterrupt(
-            f"Training was stopped after {stopped.steps} of {steps} steps, which are saved in {folder}."
+            f"Training was stopped after {stopped.steps} of {job.steps} steps, which are saved in {folder}."
         ) from stopped
 
 

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from datasets import Dataset
 from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, set_seed
+from transformers import AutoConfig
 
 from lex_hf.data.packing import pack
 from lex_hf.data.tokenizers import byte_tokenizer
@@ -26,8 +25,8 @@ from lex_hf.evaluation.loading import load_for_evaluation
 from lex_hf.evaluation.texts import encode
 from lex_hf.evaluation.ways import WaysResult, measure_ways
 from lex_hf.evaluation.writing import check_measurements, write_measurements
-from lex_hf.records import hardware, read_json, versions, write_json
-from lex_hf.reproduce.models import DONE, LIBRARIES, join_processes
+from lex_hf.records import read_json
+from lex_hf.reproduce.models import DONE, Job
 from lex_hf.reproduce.tiny import (
     EXAMPLES_PER_STEP,
     RECIPE,
@@ -36,11 +35,8 @@ from lex_hf.reproduce.tiny import (
     check_seeds,
     check_steps,
     standard_library,
+    train_in,
 )
-from lex_hf.training.arguments import training_arguments
-from lex_hf.training.interruption import TrainingInterrupted
-from lex_hf.training.run_folder import last_checkpoint
-from lex_hf.training.trainer import train
 
 NAME = "ways-to-read"
 KINDS = {"llama": "Llama", "gpt_neox": "GPT-NeoX"}
@@ -50,7 +46,6 @@ TEXTS = 8
 # twice the steps of other tiny models (arXiv 2410.10781). With a short warm-up, that rate spoils its attention.
 STEPS = 3000
 _LEARNING_RATE, _WEIGHT_DECAY, _WARMUP = 5e-3, 0.1, 300
-_CHECKPOINTS, _LOGS = 10, 15  # of a training
 
 
 @dataclass(frozen=True)
@@ -190,29 +185,12 @@ def train_model(kind: str, folder: Path, examples: Dataset, *, steps: int, seed:
     console.print(
         f"{KINDS[kind]}: training for {steps} steps of {EXAMPLES_PER_STEP} examples of {TRAINING_LENGTH} tokens"
     )
-    join_processes(folder)
-    arguments = training_arguments(
-        folder,
-        max_steps=steps,
-        learning_rate=_LEARNING_RATE,
-        weight_decay=_WEIGHT_DECAY,
-        warmup_steps=min(_WARMUP, steps // 3),
-        per_device_train_batch_size=EXAMPLES_PER_STEP // PartialState().num_processes,
-        logging_steps=max(1, steps // _LOGS),
-        save_steps=max(1, steps // _CHECKPOINTS),
-        save_total_limit=1,
-        seed=seed,
-        use_cpu=not torch.accelerator.is_available(),
-    )
-    set_seed(seed)
-    model = AutoModelForCausalLM.from_config(model_config(kind))
-    try:
-        result = train(model, byte_tokenizer(), examples, arguments, resume=last_checkpoint(folder) is not None)
-    except TrainingInterrupted as stopped:
-        raise KeyboardInterrupt(
-            f"Training was stopped after {stopped.steps} of {steps} steps, which are saved in {folder}."
-        ) from stopped
-    if PartialState().is_main_process:
-        done = {"steps": result.steps, "seed": seed, "parameters": model.num_parameters(), "losses": result.losses}
-        write_json(folder / DONE, done | {"hardware": hardware(), "versions": versions(*LIBRARIES)})
+    training = {
+        "max_steps": steps,
+        "learning_rate": _LEARNING_RATE,
+        "weight_decay": _WEIGHT_DECAY,
+        "warmup_steps": min(_WARMUP, steps // 3),
+    }
+    job = Job(model_config(kind), training, EXAMPLES_PER_STEP, seed, "bytes", "examples given", label=kind)
+    result = train_in(folder, job, examples)
     console.print(f"{KINDS[kind]}: loss {result.losses[0][1]:.2f} → {result.losses[-1][1]:.2f} nats per byte")
