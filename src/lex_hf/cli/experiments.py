@@ -96,11 +96,10 @@ def reproduce(
         own = {"data": data, "test": test}
         others = {"length": length, "tokenizer": tokenizer, "also": also, "segments": segments, "device": device}
         _check_study(table, preset, {**others, "dry-run": dry_run or None, **({} if table == "recall" else own)})
-        with session(as_json) as console:
-            if table == "recall":
-                _reproduce_recall(output, steps, _seeds(seeds), data or (), test or (), console, as_json)
-            else:
-                _reproduce_ways(output, steps, _seeds(seeds)[:1], console, as_json)
+        if table == "recall":
+            _reproduce_recall(output, steps, _seeds(seeds), data or (), test or (), as_json)
+        else:
+            _reproduce_ways(output, steps, _seeds(seeds)[:1], as_json)
         return
     from lex_hf.reproduce import running
 
@@ -139,11 +138,12 @@ def _check_study(name: str, preset: str, others: Mapping[str, Any]) -> None:
         )
 
 
-def _reproduce_ways(output: Path, steps: int | None, seeds: list[int], console: Console, as_json: bool) -> None:
+def _reproduce_ways(output: Path, steps: int | None, seeds: list[int], as_json: bool) -> None:
     """Train tiny models of other families, and read with them in all ways; the first seed counts."""
     from lex_hf.reproduce import ways
 
-    results = ways.run(output, steps=steps or ways.STEPS, seed=seeds[0] if seeds else 0, console=console)
+    with session(as_json) as console:
+        results = ways.run(output, steps=steps or ways.STEPS, seed=seeds[0] if seeds else 0, console=console)
     if as_json:
         print_json({kind: result.to_dict() for kind, result in results.items()})
         return
@@ -154,18 +154,13 @@ def _reproduce_ways(output: Path, steps: int | None, seeds: list[int], console: 
 
 
 def _reproduce_recall(
-    output: Path,
-    steps: int | None,
-    seeds: list[int],
-    data: Sequence[str],
-    tests: Sequence[str],
-    console: Console,
-    as_json: bool,
+    output: Path, steps: int | None, seeds: list[int], data: Sequence[str], tests: Sequence[str], as_json: bool
 ) -> None:
     """Train tiny models of many systems, and measure what they recall, by distance."""
     from lex_hf.reproduce import recall
 
-    record = recall.run(output, steps=steps or recall.STEPS, seeds=seeds, data=data, tests=tests, console=console)
+    with session(as_json) as console:
+        record = recall.run(output, steps=steps or recall.STEPS, seeds=seeds, data=data, tests=tests, console=console)
     if as_json and is_main_process():
         print_json(record)
 
