@@ -201,11 +201,17 @@ def test_what_controls_are() -> None:
 
 def test_a_llama_reads_under_blockwise() -> None:
     found = {system.name: system for system in EVERY if system.group == recall_systems.UNDER_BLOCKWISE}
+    yarn = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 32.0, "original_max_position_embeddings": 64}
     assert {name: (system.full_layers(), dict(system.reading)) for name, system in found.items()} == {
         "Llama, unchanged": (8, {}),
+        "Llama, YaRN": (8, {"rope_parameters": yarn}),
         "Llama, blockwise": (0, {"blockwise": 64}),
         "Llama, blockwise, 1 full in 4": (2, {"blockwise": 64, "layers": [0, 1, 3, 4, 5, 7]}),
         "Llama, blockwise, 1 full in 2": (4, {"blockwise": 64, "layers": [0, 2, 4, 6]}),
+        "Llama, blockwise, 1 full in 2, YaRN": (
+            4,
+            {"blockwise": 64, "layers": [0, 2, 4, 6], "rope_parameters": yarn},
+        ),
     }
     config = found["Llama, unchanged"].config(64, {"hidden_size": 64, "num_hidden_layers": 8})
     assert (config.model_type, config.max_position_embeddings, config.rope_parameters["rope_type"]) == (
@@ -223,7 +229,7 @@ def test_systems_that_differ_in_reading_share_a_model(monkeypatch: pytest.Monkey
         "xPos, blocks": ["xPos, sliding", "xPos, full", "xPos, 1 full in 4 in reading alone"],
         "RoPE, blocks": ["RoPE, full"],
         **{f"1 full in {n}, no positions": [f"1 full in {n}, no positions, log scaling"] for n in (2, 4, 8)},
-        "Llama, unchanged": ["Llama, blockwise", "Llama, blockwise, 1 full in 4", "Llama, blockwise, 1 full in 2"],
+        "Llama, unchanged": [system.name for system in EVERY if system.kind == "llama"][1:],
     }
     assert len(served) == 15
     job = study.jobs["Llama, blockwise", 3]

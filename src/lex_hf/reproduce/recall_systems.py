@@ -4,13 +4,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig
 
 from lex_hf.model.configuration_lex import LexConfig
 
 LAYERS = 8
 SHARES = (2, 4, 8)  # of a hybrid, one layer in so many has full attention
 LEX, LLAMA = "lex", "llama"  # kinds of models in transformers
+_YARN = 32  # factor: the longest text by l
 UNDER_BLOCKWISE = "Llama, RoPE, under blockwise"
 _NAMES = {"xpos": "xPos", "rope": "RoPE", "alibi": "ALiBi", "none": "no positions"}
 
@@ -23,7 +24,7 @@ class RecallSystem:
         name: Its name in the report.
         group: The panel of the pictures in which it is drawn.
         model: Fields of its configuration in training.
-        reading: Options of `load_for_evaluation` when it reads: fields of its `LexConfig` that are others then, or the
+        reading: Options of `load_for_evaluation` when it reads: fields of its configuration that are others then, and
             options of `blockwise`.
         kind: Its `model_type` in transformers.
     """
@@ -115,9 +116,25 @@ def _controls(length: int) -> list[RecallSystem]:
 
 
 def _under_blockwise(length: int) -> list[RecallSystem]:
-    """A Llama, trained as it is, and read with full attention, in blocks of l/2, or with both."""
-    readings = {"unchanged": {}, "blockwise": {"blockwise": length}} | {
-        f"blockwise, 1 full in {share}": {"blockwise": length, "layers": bounded_layers(share)} for share in (4, 2)
+    """A Llama, trained as it is, and read with full attention, in blocks of l/2, or with both.
+
+    Full layers meet distances that they were not trained with, so some readings have YaRN, which transformers puts
+    into all layers.
+    """
+    every_second = {"blockwise": length, "layers": bounded_layers(2)}
+    yarn = {
+        "rope_type": "yarn",
+        "rope_theta": LlamaConfig().rope_parameters["rope_theta"],
+        "factor": float(_YARN),
+        "original_max_position_embeddings": length,
+    }
+    readings: dict[str, dict[str, Any]] = {
+        "unchanged": {},
+        "YaRN": {"rope_parameters": yarn},
+        "blockwise": {"blockwise": length},
+        "blockwise, 1 full in 4": {"blockwise": length, "layers": bounded_layers(4)},
+        "blockwise, 1 full in 2": every_second,
+        "blockwise, 1 full in 2, YaRN": {**every_second, "rope_parameters": yarn},
     }
     return [
         RecallSystem(f"Llama, {name}", UNDER_BLOCKWISE, {}, reading, kind=LLAMA) for name, reading in readings.items()
