@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from lex_hf import LexConfig, LexForCausalLM
+from lex_hf.evaluation.costs import Costs
 from lex_hf.reproduce import models, recall, recall_material, recall_report, recall_systems, recall_texts
 from lex_hf.reproduce.experiment import distinct
 from lex_hf.reproduce.recall_material import words_that_ask
@@ -73,6 +74,12 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 def made(stopped: tuple[Path, str]) -> tuple[Path, dict[str, Any]]:
     """That study, continued."""
     return stopped[0], _run(stopped[0])
+
+
+@pytest.fixture
+def without_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No time is measured, which every run measures anew."""
+    monkeypatch.setattr(recall, "measure_costs", lambda *_: Costs(1, 1.0, 1.0))
 
 
 # Texts
@@ -290,7 +297,10 @@ def test_systems_read_as_they_say(made: tuple[Path, dict[str, Any]]) -> None:
         assert curves[bounded][str(16 * LENGTH)] != pytest.approx(curves[full][str(16 * LENGTH)], rel=1e-5)
 
 
-def test_nothing_is_made_twice(made: tuple[Path, dict[str, Any]]) -> None:
+def test_nothing_is_made_twice(
+    made: tuple[Path, dict[str, Any]], without_costs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recall_report, "pictures", lambda record: {})
     folder, record = made
     before = _files(folder / "models")
     again = _run(folder)
@@ -320,7 +330,7 @@ def test_a_study_that_was_stopped_continues(
 
 
 def test_texts_of_the_user_have_perplexity_alone(
-    tmp_path: Path, texts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, texts: dict[str, Any], without_costs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(recall, "systems", lambda length: [BY_NAME[name] for name in FEW[:2]])
     files = ["--data", texts["data"][0], *(word for each in texts["tests"] for word in ("--test", each))]
