@@ -1,8 +1,8 @@
 """The study of recall: models trained on texts of length l that ask for recall within l, read at up to 32 l.
 
 For each system: recall by distance, perplexity by length, bytes of the cache, time of prefill and of decoding. The
-same systems can be trained on other texts, of which perplexity is measured. What is trained and what is measured is
-kept in the output folder, and never made twice.
+same systems can be trained on other texts, of which perplexity is measured. Models, recall and perplexity are kept in
+the output folder, and never made twice; every run measures costs again.
 """
 
 import time
