@@ -205,7 +205,7 @@ def _saved_bytes(config: LexConfig, batch_size: int, length: int, mixed_precisio
 
 
 def _checkpointed_bytes(config: LexConfig, batch_size: int, length: int, mixed_precision: bool) -> int:
-    """Count the bytes of the tensors between the layers, which stay, and of the largest layer: they come one at a time."""
+    """Count the bytes of what lies between the layers, and of the largest of them: they are computed one at a time."""
     kinds = dict.fromkeys(zip(config.layer_patterns, config.layer_schemes, strict=True))
     one_layer = [
         fields_of(config) | {"num_hidden_layers": 1, "attention_pattern": pattern, "position_embedding_type": scheme}
