@@ -22,6 +22,7 @@ def test_they_are_all_here() -> None:
         "finetune",
         "measurements",
         "quickstart",
+        "recall",
     ]
 
 

@@ -5,11 +5,19 @@ from pathlib import Path
 import pytest
 from datasets import Dataset
 from helpers.models import tiny_model
+from helpers.rope_models import rope_model
 
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import PerplexityOptions, compute_perplexity, measure_perplexity
 from lex_hf.evaluation.segments import segments_in_turn, take_segments
-from lex_hf.evaluation.sweep import at_lengths, check_patterns, measure_lengths, measure_pair, with_patterns
+from lex_hf.evaluation.sweep import (
+    at_lengths,
+    check_patterns,
+    measure_lengths,
+    measure_pair,
+    own_pattern,
+    with_patterns,
+)
 
 TEXTS = ["the first text, of several words", "another one, which is longer than the first text was"]
 QUIET = PerplexityOptions(progress=False)
@@ -83,6 +91,14 @@ def test_a_model_is_loaded_with_each_pattern(folders: tuple[str, str]) -> None:
     assert bytes(ids[1].tolist()) == b"another "
     with pytest.raises(ValueError, match="attention_pattern = 'local': it must be one of blockwise"):
         check_patterns(["full", "local"])
+
+
+def test_a_model_whose_layers_differ_has_a_short_name() -> None:
+    assert own_pattern(tiny_model(num_hidden_layers=3, attention_pattern=["full", "blockwise", "full"])) == (
+        "blockwise + full"
+    )
+    assert own_pattern(tiny_model(attention_pattern=["sliding"] * 3)) == "sliding"
+    assert own_pattern(rope_model()) == "llama"
 
 
 def test_segments_are_taken_from_the_texts_in_turn() -> None:

@@ -85,6 +85,20 @@ def test_the_command_measures_and_renders(folder: Path) -> None:
     assert (folder / "README.md").read_text() == text
 
 
+def test_layers_that_differ_are_counted(folder: Path) -> None:
+    patterns = ["blockwise", "blockwise", "full"]
+    model = tiny_model(
+        num_hidden_layers=3, attention_pattern=patterns, position_embedding_type=["xpos", "xpos", "none"]
+    )
+    record = json.loads((folder / "record.json").read_text())
+    text = card.render(record | {"model": card._describe(model)})
+    assert "positions by `xpos (2 layers) and none (1 layer)`" in " ".join(text.split())
+    assert "`blockwise (2 layers) and full (1 layer)` attention" in " ".join(text.split())
+    assert "in 1 of its 3 layers the cache grows with the text" in text
+    assert "never holds more than" not in text
+    assert "never holds more than" in card.render(record)
+
+
 def copy_of_the_card(tmp_path: Path) -> Path:
     """The card in the repository, as 0.1.0 wrote it."""
     source = ROOT / "model_cards" / "lex-books-3m"

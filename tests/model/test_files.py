@@ -39,6 +39,21 @@ def test_a_pattern_can_be_chosen_when_loading(tmp_path: Path) -> None:
     assert torch.equal(logits_of(full), logits_of(tiny_model(attention_pattern="full")))
 
 
+def test_lists_of_patterns_and_schemes_are_saved_with_the_model(tmp_path: Path) -> None:
+    lists = {"attention_pattern": ["blockwise", "full"], "position_embedding_type": ["alibi", "none"]}
+    model = tiny_model(**lists, full_attention_log_scaling=True)
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    assert {name: stored[name] for name in lists} == lists
+    assert AutoConfig.from_pretrained(tmp_path).layer_schemes == ["alibi", "none"]
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(tmp_path)), logits_of(model))
+    in_blocks = AutoModelForCausalLM.from_pretrained(
+        tmp_path, attention_pattern="blockwise", position_embedding_type=["none", "none"]
+    )
+    expected = tiny_model(position_embedding_type="none", attention_pattern="blockwise")
+    assert torch.equal(logits_of(in_blocks), logits_of(expected))
+
+
 def test_shards_load(tmp_path: Path) -> None:
     model = tiny_model()
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -104,7 +119,12 @@ def test_exactly_the_hub_files_are_saved(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_loading_without_lex_hf(tmp_path: Path) -> None:
-    models = [tiny_model(), tiny_model(position_embedding_type="rope", attention_pattern=["full", "sliding"])]
+    mixed = {"attention_pattern": ["blockwise", "full"], "position_embedding_type": ["xpos", "none"]}
+    models = [
+        tiny_model(),
+        tiny_model(position_embedding_type="rope", attention_pattern=["full", "sliding"]),
+        tiny_model(**mixed, block_length=3, full_attention_log_scaling=True),
+    ]
     folders = [tmp_path / str(number) for number in range(len(models))]
     for model, folder in zip(models, folders, strict=True):
         model.save_pretrained(folder)

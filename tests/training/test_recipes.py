@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lex_hf import LexForCausalLM
 from lex_hf.data.tokenizers import byte_tokenizer
+from lex_hf.reproduce.recall_systems import hybrid
 from lex_hf.reproduce.tiny import tiny_config
 from lex_hf.training.arguments import training_arguments
 from lex_hf.training.estimate import activation_bytes, count_saved_bytes, estimate, visible_keys
@@ -20,7 +21,7 @@ from lex_hf.training.recipes import DataSettings, load_recipe
 
 class TestShipped:
     def test_names(self) -> None:
-        assert recipe_names() == ["fine-tune", "gpt-medium", "sandwich-162m", "small", "tiny"]
+        assert recipe_names() == ["fine-tune", "gpt-medium", "hybrid", "sandwich-162m", "small", "tiny"]
 
     @pytest.mark.parametrize("name", recipe_names())
     def test_all_values_are_possible(self, name: str) -> None:
@@ -62,6 +63,19 @@ class TestShipped:
         assert 10_000_000 < told.parameters < 30_000_000
         assert told.memory.total < 8 * 2**30
 
+    def test_hybrid_is_small_with_the_layers_of_the_study(self) -> None:
+        small, recipe = load_recipe("small"), load_recipe("hybrid")
+        config = recipe.config()
+        layers = hybrid(4, "none", config.num_hidden_layers)
+        assert {name: recipe.model[name] for name in layers} == layers
+        assert (config.block_length, config.full_attention_log_scaling) == (config.training_length // 8, True)
+        own = {*layers, "block_length", "full_attention_log_scaling"}
+        assert {name: value for name, value in recipe.model.items() if name not in own} == {
+            name: value for name, value in small.model.items() if name not in own
+        }
+        assert (recipe.training, recipe.data) == (small.training, small.data)
+        assert recipe.estimate(config, 1).memory.total < 8 * 2**30
+
     def test_tiny_is_the_experiments_model(self) -> None:
         recipe = load_recipe("tiny")
         assert recipe.config(byte_tokenizer()).to_dict() == tiny_config("xpos").to_dict()
@@ -75,7 +89,7 @@ class TestShipped:
         assert (config.intermediate_size, config.training_length, config.xpos_scale_base) == (384, 128, 64)
         assert (config.t5_max_distance, config.t5_scaled, config.vocab_size) == (32, True, 257)
 
-    @pytest.mark.parametrize("name", ["fine-tune", "small", "tiny"])
+    @pytest.mark.parametrize("name", ["fine-tune", "small", "hybrid", "tiny"])
     def test_the_optimiser_is_the_paper_s(self, name: str) -> None:
         told, paper = load_recipe(name).training, lex_optimizer()
         shared = [each for each in paper if each.startswith("adam_")] + ["weight_decay", "max_grad_norm"]
@@ -168,10 +182,11 @@ class TestFiles:
 class TestOverrides:
     def test_reach_every_section(self) -> None:
         changes = ["hidden_size=64", "max_steps=7", "streaming=true", "model.use_cache=false", "length=32"]
-        changes += ["attention_pattern=[full, full]", "learning_rate=1e-4"]
+        changes += ["attention_pattern=[full, full]", "position_embedding_type=[xpos, none]", "learning_rate=1e-4"]
         recipe = load_recipe("tiny").override(changes)
         assert (recipe.model["hidden_size"], recipe.model["use_cache"]) == (64, False)
         assert recipe.model["attention_pattern"] == ["full", "full"]
+        assert recipe.model["position_embedding_type"] == ["xpos", "none"]
         assert (recipe.training["max_steps"], recipe.training["learning_rate"]) == (7, 1e-4)
         assert (recipe.data.streaming, recipe.data.length) == (True, 32)
         assert load_recipe("tiny").model["hidden_size"] == 96
@@ -192,6 +207,14 @@ class TestOverrides:
     def test_an_impossible_model(self) -> None:
         with pytest.raises(StrictDataclassError, match="training_length = 9"):
             load_recipe("tiny").override(["training_length=9"]).config()
+
+    def test_lists_that_do_not_fit_the_layers(self) -> None:
+        recipe = load_recipe("hybrid")
+        assert recipe.override(["num_hidden_layers=4"]).config().layer_schemes == ["xpos", "xpos", "none", "xpos"]
+        with pytest.raises(StrictDataclassError, match="a list with one for each of the 12 layers"):
+            recipe.override(["num_hidden_layers=12"]).config()
+        with pytest.raises(StrictDataclassError, match="must not list 'learned' beside other schemes"):
+            recipe.override(["position_embedding_type=[xpos, learned]", "num_hidden_layers=2"]).config()
 
     def test_the_scale_follows_the_length(self) -> None:
         recipe = load_recipe("tiny").override(["training_length=64"])
@@ -238,6 +261,8 @@ CONFIGS: list[dict[str, Any]] = [
     {"position_embedding_type": "alibi", "hidden_dropout": 0.1},
     {"position_embedding_type": "learned", "attention_pattern": "full"},
     {"position_embedding_type": "t5", "attention_pattern": "sliding", "sliding_window": 6},
+    {"position_embedding_type": ["xpos", "none"], "attention_pattern": ["blockwise", "full"], "num_hidden_layers": 2}
+    | {"block_length": 3, "full_attention_log_scaling": True},
 ]
 
 
@@ -278,6 +303,16 @@ class TestEstimate:
             for checkpointing in (False, True)
         )
         assert 8 * 4 * 140 * 30 * 4 < less < full / 3
+
+    def test_checkpointing_counts_the_largest_of_the_layers(self) -> None:
+        def activations(patterns: str | list[str], layers: int) -> int:
+            fields = {"attention_pattern": patterns, "num_hidden_layers": layers, "block_length": 3}
+            config = tiny_model(**fields, chunked_loss=True).config
+            return activation_bytes(config, 4, 140, mixed_precision=False, checkpointing=True)
+
+        full, short = activations("full", 2), activations("blockwise", 2)
+        assert full != short
+        assert activations(["full", "blockwise"], 2) == activations(["blockwise", "full"], 2) == max(full, short)
 
     @pytest.mark.parametrize("fields", CONFIGS)
     def test_arithmetic(self, fields: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from lex_hf.records import check_new_folder
 def train(
     recipe: Annotated[
         str,
-        typer.Argument(help="gpt-medium, sandwich-162m, small, tiny, fine-tune, or the path of a recipe (.yaml)."),
+        typer.Argument(help="gpt-medium, sandwich-162m, small, hybrid, tiny, fine-tune, or the path of a recipe."),
     ],
     files: Annotated[list[str] | None, typer.Argument(help="Texts to train on, as under --data.")] = None,
     data: Annotated[

@@ -13,7 +13,7 @@ from lex_hf.evaluation.hidden_pairs import RecallTask
 from lex_hf.evaluation.loading import load_for_evaluation, load_without_tokenizer
 from lex_hf.evaluation.recall import RecallOptions, RecallResult, Texts, known_training_length, measure_texts
 from lex_hf.evaluation.recall_tasks import SENTENCE, TextRecall, TokenRecall
-from lex_hf.evaluation.sweep import check_patterns, of_pattern
+from lex_hf.evaluation.sweep import check_patterns, of_pattern, own_pattern
 from lex_hf.rope.blockwise import reader_of
 from lex_hf.rope.ways import WAYS, Size
 
@@ -136,5 +136,4 @@ def _own_name(model: PreTrainedModel) -> str:
     reader = reader_of(model)
     if reader is not None:
         return f"blockwise, blocks of {reader.pattern.block}"
-    pattern = getattr(model.config, "attention_pattern", model.config.model_type)
-    return pattern if isinstance(pattern, str) else ", ".join(pattern)
+    return own_pattern(model)

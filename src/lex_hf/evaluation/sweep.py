@@ -104,7 +104,13 @@ def with_patterns(
     for pattern in chosen:
         network, tokenizer = load_for_evaluation(model, **loading, **of_pattern(pattern))
         ids = take_segments(tokenize_documents(texts, tokenizer)["input_ids"], length, count)
-        yield pattern or str(getattr(network.config, "attention_pattern", network.config.model_type)), network, ids
+        yield pattern or own_pattern(network), network, ids
+
+
+def own_pattern(model: PreTrainedModel) -> str:
+    """Return the attention pattern of a LEX model, all of them if layers differ, or the type of another model."""
+    patterns = getattr(model.config, "layer_patterns", [model.config.model_type])
+    return " + ".join(sorted(set(patterns)))
 
 
 def of_pattern(name: str | None) -> dict[str, Any]:

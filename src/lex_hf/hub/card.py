@@ -283,7 +283,8 @@ def _describe(model: PreTrainedModel) -> dict[str, Any]:
 def _counted(names: Sequence[str]) -> str:
     """Return the only name, or each with the number of its layers."""
     counts = Counter(names)
-    return names[0] if len(counts) == 1 else " and ".join(f"{name} ({count} layers)" for name, count in counts.items())
+    each = (f"{name} ({count} layer{'s' if count > 1 else ''})" for name, count in counts.items())
+    return names[0] if len(counts) == 1 else " and ".join(each)
 
 
 def _training(folder: Path) -> dict[str, Any]:

@@ -153,17 +153,9 @@ def activation_bytes(
     config: LexConfig, batch_size: int, length: int, *, mixed_precision: bool, checkpointing: bool
 ) -> int:
     """Return the bytes that the backward pass of a batch needs, besides parameters and their gradients."""
-    layers = config.num_hidden_layers
-    kept = _saved_bytes(config, batch_size, length, mixed_precision)
-    if checkpointing:
-        # Tensors between the layers stay; those within are there for one layer at a time.
-        shallow = [LexConfig(**fields_of(config) | {"num_hidden_layers": count}) for count in (1, 2)]
-        one, two = (_saved_bytes(each, batch_size, length, mixed_precision) for each in shallow)
-        outside = 2 * one - two
-        layer = (kept - outside) // layers
-        kept = outside + layer + layers * batch_size * length * config.hidden_size * 4
+    count = _checkpointed_bytes if checkpointing else _saved_bytes
     logits = 0 if config.chunked_loss else batch_size * length * config.vocab_size * 4
-    return kept + logits
+    return count(config, batch_size, length, mixed_precision) + logits
 
 
 def fields_of(config: LexConfig) -> dict[str, Any]:
@@ -210,6 +202,17 @@ def _saved_bytes(config: LexConfig, batch_size: int, length: int, mixed_precisio
             loss = torch.func.functional_call(model, parameters, (), options).loss
         assert loss.requires_grad
         return saved.total
+
+
+def _checkpointed_bytes(config: LexConfig, batch_size: int, length: int, mixed_precision: bool) -> int:
+    """Count the bytes of what lies between the layers, and of the largest of them: they are computed one at a time."""
+    kinds = dict.fromkeys(zip(config.layer_patterns, config.layer_schemes, strict=True))
+    one_layer = [
+        fields_of(config) | {"num_hidden_layers": 1, "attention_pattern": pattern, "position_embedding_type": scheme}
+        for pattern, scheme in kinds
+    ]
+    largest = max(_saved_bytes(LexConfig(**fields), batch_size, length, mixed_precision) for fields in one_layer)
+    return largest + config.num_hidden_layers * batch_size * length * config.hidden_size * 4
 
 
 class count_saved_bytes(saved_tensors_hooks):  # noqa: N801 - a context manager, like those of torch
