@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from helpers.commands import SMALL, lex, setting
 from helpers.forks import PACKAGE
 from helpers.official import official_state
@@ -78,6 +79,18 @@ def test_a_plan_is_told_before_anything_starts(tmp_path: Path, model: Path) -> N
     assert tuned["tokens_per_step"] == 8 * 14
     uneven = lex("train", "gpt-medium", "--dry-run", "--processes", 3)
     assert "must be a multiple of per_device_train_batch_size x devices = 8 x 3" in " ".join(uneven.stderr.split())
+
+
+def test_lists_for_the_layers_are_given_as_yaml() -> None:
+    lists = ["--set", "attention_pattern=[blockwise, full]", "--set", "position_embedding_type=[xpos, none]"]
+    arguments = ["train", "hybrid", "--dry-run", "--processes", 1, *setting(num_hidden_layers=2), "--json"]
+    told = json.loads(lex(*arguments, *lists).stdout)
+    written = yaml.safe_load(told["recipe"])["model"]
+    assert written["attention_pattern"] == ["blockwise", "full"]
+    assert written["position_embedding_type"] == ["xpos", "none"]
+    short = lex(*arguments, "--set", "position_embedding_type=[none]")
+    assert short.exit_code == 1
+    assert "a list with one for each of the 2 layers" in " ".join(short.stderr.split())
 
 
 def test_a_recipe_of_ones_own(tmp_path: Path, text: Path) -> None:

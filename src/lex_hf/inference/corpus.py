@@ -207,7 +207,8 @@ def _check_model(model: PreTrainedModel, options: CorpusOptions) -> None:
         )
     if options.max_prompt_tokens is None and not is_constant(model):
         raise ValueError(
-            "The model has layers with full attention, which need room for the longest prompt: give max_prompt_tokens."
+            "The model has layers with full attention, which need room for the longest prompt: give max_prompt_tokens "
+            "(--max-prompt-tokens)."
         )
 
 
