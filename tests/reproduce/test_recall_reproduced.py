@@ -235,6 +235,7 @@ def test_systems_that_differ_in_reading_share_a_model(monkeypatch: pytest.Monkey
     assert {names[0]: names[1:] for _, names in served if len(names) > 1} == {
         "xPos, blocks": ["xPos, sliding", "xPos, full", "xPos, 1 full in 4 in reading alone"],
         "RoPE, blocks": ["RoPE, full"],
+        "no positions, full": ["no positions, full, log scaling"],
         **{f"1 full in {n}, no positions": [f"1 full in {n}, no positions, log scaling"] for n in (2, 4, 8)},
         "Llama, unchanged": [system.name for system in EVERY if system.kind == "llama"][1:],
     }
@@ -243,9 +244,8 @@ def test_systems_that_differ_in_reading_share_a_model(monkeypatch: pytest.Monkey
     assert job.name.startswith(f"llama-l{LENGTH}-seed3-")
     assert (job.training_length, job.tokens) == (LENGTH, 2 * 32 * LENGTH)
     assert job.identity()["config"]["model_type"] == "llama"
-    assert (
-        "model_type" not in study.jobs["xPos, full", 3].identity()["config"]
-    )  # of models from before there were others
+    # Models from before there were other kinds have no kind.
+    assert "model_type" not in study.jobs["xPos, full", 3].identity()["config"]
     weights = AutoModelForCausalLM.from_config(job.config)
     assert job.parameters() == sum(each.numel() for each in weights.parameters())
 

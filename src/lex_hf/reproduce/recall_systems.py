@@ -62,9 +62,8 @@ def systems(length: int) -> list[RecallSystem]:
     Args:
         length: l in tokens.
     """
-    hybrids = _hybrids(length)
-    log_scaled = _with_log_scaling(hybrids[: len(SHARES)])
-    return [*_of_one_scheme(), *hybrids, *log_scaled, *_controls(length), *_under_blockwise(length)]
+    plain = [*_of_one_scheme(), *_hybrids(length)]
+    return [*plain, *_with_log_scaling(plain), *_controls(length), *_under_blockwise(length)]
 
 
 def _of_one_scheme() -> list[RecallSystem]:
@@ -93,11 +92,13 @@ def _hybrids(length: int) -> list[RecallSystem]:
     ]
 
 
-def _with_log_scaling(hybrids: list[RecallSystem]) -> list[RecallSystem]:
-    reading = {"full_attention_log_scaling": True}
+def _with_log_scaling(plain: list[RecallSystem]) -> list[RecallSystem]:
+    """Systems whose full layers have no positions, read with scores that grow with the logarithm of the length."""
+    group, log = "full layers with no positions, log scaling", {"full_attention_log_scaling": True}
     return [
-        RecallSystem(f"{each.name}, log scaling", f"{each.group}, log scaling", each.model, reading)
-        for each in hybrids
+        RecallSystem(f"{each.name}, log scaling", group, each.model, {**each.reading, **log})
+        for each in plain
+        if "none" in each.model["position_embedding_type"]
     ]
 
 
