@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.models import HYBRID, NEVER, PATTERNS, SCHEMES, random_ids, tiny_model
+from helpers.models import HYBRID, MIXED, NEVER, PATTERNS, SCHEMES, random_ids, tiny_model
 from helpers.rope_models import rope_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -44,10 +44,12 @@ def model_of(kind: str) -> PreTrainedModel:
         return blockwise(rope_model("gpt_neox"))
     if kind.startswith("pattern"):
         return tiny_model(**PATTERNS[int(kind[7:])])
-    return tiny_model(**(HYBRID if kind == "hybrid" else SCHEMES[int(kind[6:])]))
+    if kind in ("hybrid", "mixed"):
+        return tiny_model(**(HYBRID if kind == "hybrid" else MIXED[1]))
+    return tiny_model(**SCHEMES[int(kind[6:])])
 
 
-NAMED = ("llama", "sinks", "gpt_neox", "scheme0", "scheme3", "scheme7", "hybrid")
+NAMED = ("llama", "sinks", "gpt_neox", "scheme0", "scheme3", "scheme7", "hybrid", "mixed")
 KINDS = (*NAMED, *(f"pattern{i}" for i in range(len(PATTERNS))))
 
 
