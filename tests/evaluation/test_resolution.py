@@ -160,10 +160,10 @@ def dense_curves(model: LexForCausalLM, ids: Tensor) -> list[list[float]]:
             project(states).unflatten(-1, (heads, -1)).transpose(1, 2)
             for project in (layer.self_attn.q_proj, layer.self_attn.k_proj)
         )
-        biases = [reference.biases(model.state_dict(), facts, head + 1, ids.shape[1]) for head in range(heads)]
+        weights = model.state_dict()
         scores = torch.stack(
             [
-                torch.stack([reference.xpos_scores(q[h], k[h], facts) + biases[h] for h in range(heads)])
+                torch.stack([reference.scores(q[h], k[h], weights, facts, index, h + 1) for h in range(heads)])
                 for q, k in zip(query, key, strict=True)
             ]
         )

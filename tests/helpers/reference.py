@@ -117,6 +117,27 @@ def xpos_scores(query: torch.Tensor, key: torch.Tensor, settings: Mapping[str, A
     return scores / math.sqrt(width)
 
 
+def scores(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    weights: Mapping[str, torch.Tensor],
+    settings: Mapping[str, Any],
+    layer: int,
+    head: int,
+) -> torch.Tensor:
+    """Scores of a head, 1 … H, of a layer, 0, 1, …, for states of shape (length, d), before the mask."""
+    schemes, length = settings.get("position_embedding_type", "xpos"), len(query)
+    if isinstance(schemes, list):  # each has its parameters under its own name
+        settings = {**settings, "position_embedding_type": schemes[layer]}
+        own = f"positions.{schemes[layer]}."
+        weights = {name.replace(own, "positions."): tensor for name, tensor in weights.items()}
+    found = xpos_scores(query, key, settings)
+    if settings["patterns"][layer][0] == "full" and settings.get("full_attention_log_scaling"):
+        seen = torch.arange(1, length + 1, dtype=torch.float64)
+        found = found * (seen.log() / math.log(settings["training_length"])).clamp(min=1)[:, None]
+    return found + biases(weights, settings, head, length)
+
+
 def forward(weights: Mapping[str, torch.Tensor], ids: torch.Tensor, settings: Mapping[str, Any]) -> torch.Tensor:
     """Logits of one text, shape (length, vocab_size), in float64."""
     w = {name: tensor.double() for name, tensor in weights.items()}
@@ -131,24 +152,13 @@ def forward(weights: Mapping[str, torch.Tensor], ids: torch.Tensor, settings: Ma
 
     heads, patterns = settings["num_attention_heads"], settings["patterns"]
     x = w["model.embed_tokens.weight"][ids] + embeddings(w, settings, len(ids))
-    schemes = settings.get("position_embedding_type", "xpos")
     for layer, (pattern, block) in enumerate(patterns):
-        own, parameters = settings, w
-        if isinstance(schemes, list):  # each under its own name
-            scheme = schemes[layer]
-            own = {**settings, "position_embedding_type": scheme}
-            parameters = {name.replace(f"positions.{scheme}.", "positions."): tensor for name, tensor in w.items()}
         prefix = f"model.layers.{layer}"
         h = norm(f"{prefix}.input_layernorm", x)
         states = [linear(f"{prefix}.self_attn.{n}_proj", h).unflatten(-1, (heads, -1)).transpose(0, 1) for n in "qkv"]
         mask, outputs = visible(pattern, len(ids), block), []
         for head, (q, k, v) in enumerate(zip(*states, strict=True), start=1):
-            scores = xpos_scores(q, k, own)
-            if pattern == "full" and settings.get("full_attention_log_scaling"):
-                seen = torch.arange(1, len(ids) + 1, dtype=torch.float64)
-                scores *= (seen.log() / math.log(settings["training_length"])).clamp(min=1)[:, None]
-            scores = scores + biases(parameters, own, head, len(ids))
-            outputs.append(scores.masked_fill(~mask, -torch.inf).softmax(-1) @ v)
+            outputs.append(scores(q, k, w, settings, layer, head).masked_fill(~mask, -torch.inf).softmax(-1) @ v)
         x = x + linear(f"{prefix}.self_attn.o_proj", torch.cat(outputs, dim=-1))
         h = linear(f"{prefix}.mlp.up_proj", norm(f"{prefix}.post_attention_layernorm", x))
         h = h * 0.5 * (1 + torch.erf(h / math.sqrt(2)))

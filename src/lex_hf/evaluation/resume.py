@@ -18,6 +18,8 @@ from lex_hf.evaluation.texts import Document
 from lex_hf.rope.blockwise import reader_of
 
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # in a config: where and with what it was saved
+# Fields that came after there were records: with their default a model computes what it did without them.
+_ADDED = {"full_attention_log_scaling": False}
 _RECORD = b'{"key": "'  # how each line of a file of records begins
 
 
@@ -108,7 +110,12 @@ def _whole_lines(path: Path) -> bytes:
 
 def model_fingerprint(model: PreTrainedModel) -> str:
     """Return the SHA-256 of configuration and weights, wherever the model is stored: a folder's content may change."""
-    config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_OF_THE_MODEL}
+    given = model.config.to_dict()
+    config = {
+        name: value
+        for name, value in given.items()
+        if name not in _NOT_OF_THE_MODEL and not (name in _ADDED and value == _ADDED[name])
+    }
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())

@@ -229,6 +229,10 @@ def _check_same_model(model: PreTrainedModel, checkpoint: Path) -> None:
     # Weights of other positions or another attention pattern would fit, and train on without an error.
     saved = json.loads((checkpoint / CONFIG_NAME).read_bytes())
     given = json.loads(model.config.to_json_string())
+    later = given.keys() - saved.keys()
+    if later:  # fields that an earlier version did not have
+        defaults = json.loads(type(model.config)().to_json_string())
+        saved |= {name: defaults[name] for name in later & defaults.keys()}
     names = {name for name in saved | given if saved.get(name) != given.get(name)} - _OF_TRANSFORMERS - _OF_TOKENIZER
     if names:
         changes = [f"{name} = {saved.get(name)!r}, not {given.get(name)!r}" for name in sorted(names)]
