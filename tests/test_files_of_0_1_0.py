@@ -13,6 +13,7 @@ from typer.testing import CliRunner, Result
 
 from lex_hf import load_cache
 from lex_hf.cli.commands import app
+from lex_hf.evaluation.resume import model_fingerprint
 
 FILES = Path(__file__).with_name("files_of_0_1_0")
 TEXTS = [FILES / f"text-{number}.txt" for number in range(3)]
@@ -65,6 +66,21 @@ def test_a_training_goes_on_to_the_same_weights(files: Path, recipe: str, caplog
     for name, weight in weights.items():
         torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)
     assert max((expected[name] - begun[name]).abs().max() for name in expected) > 1e-3
+
+
+def test_a_training_does_not_go_on_with_what_came_later(files: Path) -> None:
+    changed = ("--set", "full_attention_log_scaling=true")
+    folder = files / "training"
+    result = lex("train", folder / "recipe.yaml", TEXTS[0], "--output", folder, "--resume", *changed)
+    assert result.exit_code == 1
+    assert "which has full_attention_log_scaling = False, not True" in result.stderr
+
+
+def test_records_tell_what_came_later_apart() -> None:
+    model = AutoModelForCausalLM.from_pretrained(FILES / "model")
+    before = model_fingerprint(model)
+    model.config.full_attention_log_scaling = True
+    assert model_fingerprint(model) != before
 
 
 def evaluate(folder: Path) -> Any:

@@ -28,7 +28,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     vocabulary = {character: byte for byte, character in bytes_to_unicode().items()}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    return _for_language_models(tokenizer)
+    return _of_bytes(tokenizer)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -67,7 +67,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         vocab_size=vocab_size - 1, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(chain([first], texts), trainer)
-    return _for_language_models(tokenizer)
+    return _of_bytes(tokenizer)
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
@@ -80,9 +80,13 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
         raise ValueError(f"The tokenizer has {len(tokenizer)} tokens, but the model vocab_size = {vocab_size}.")
 
 
-def _for_language_models(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    """Give a tokenizer the decoder, special tokens and padding side that training and generation need."""
+def _of_bytes(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
+    return for_language_models(tokenizer)
+
+
+def for_language_models(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+    """Give a tokenizer the special tokens and the padding side that training and generation need."""
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         bos_token=END_OF_TEXT,

@@ -30,6 +30,7 @@ from lex_hf.reproduce.experiment import DOES, distinct
 from lex_hf.reproduce.models import LIBRARIES, Job, ensure
 from lex_hf.reproduce.recall_material import Material, bytes_of, words_that_ask
 from lex_hf.reproduce.recall_systems import LAYERS, RecallSystem, systems
+from lex_hf.reproduce.report import REPORT
 from lex_hf.reproduce.tiny import check_seeds, check_steps, perplexity_by_length
 from lex_hf.rope.blockwise import reader_of
 
@@ -103,7 +104,7 @@ def run(
     record["seconds"] = {"training": trained_for, "all": time.monotonic() - start}
     if PartialState().is_main_process:
         recall_report.write(out, record)
-        console.print(f"The report is in {out / recall_report.REPORT}", soft_wrap=True, highlight=False)
+        console.print(f"The report is in {out / REPORT}", soft_wrap=True, highlight=False)
     PartialState().wait_for_everyone()
     return record
 

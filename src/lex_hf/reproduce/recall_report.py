@@ -15,12 +15,11 @@ from matplotlib.figure import Figure
 
 from lex_hf.evaluation import plots
 from lex_hf.evaluation.recall_plot import plot_shares
-from lex_hf.records import to_json, write_text
 from lex_hf.reproduce.recall_systems import LAYERS, UNDER_BLOCKWISE
-from lex_hf.reproduce.report import making, markdown_table
+from lex_hf.reproduce.report import RECORD, REPORT, making, markdown_table, write_files
 from lex_hf.reproduce.statements import Cell
 
-RECORD, REPORT, RECALL, PERPLEXITY = "record.json", "report.md", "recall.png", "perplexity.png"
+RECALL, PERPLEXITY = "recall.png", "perplexity.png"
 FILES = (RECORD, REPORT, RECALL, PERPLEXITY)
 _ASKED, _READ = 8, 16  # training lengths: of the distance that counts for the aim, and of the texts
 _RECALLS, _SHARE_OF_CACHE = 0.9, 1 / 3
@@ -44,12 +43,8 @@ def heading(length: int, multiples: Sequence[int], seeds: Sequence[int], samples
 
 
 def write(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write record, report and pictures; each appears under its name only when it is whole."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_text(folder / RECORD, to_json(record, indent=1, ensure_ascii=False) + "\n")
-    write_text(folder / REPORT, render(record))
-    for name, figure in pictures(record).items():
-        plots.save(figure, folder / name)
+    """Write record, report and pictures; see [`write_files`]."""
+    write_files(folder, record, render(record), pictures(record))
 
 
 def render(record: Mapping[str, Any]) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from lex_hf.data.tokenizers import END_OF_TEXT
+from lex_hf.data.tokenizers import END_OF_TEXT, for_language_models
 from lex_hf.evaluation.recall_tasks import TokenRecall
 from lex_hf.model.loss_lex import IGNORED
 
@@ -38,13 +38,7 @@ def word_tokenizer() -> PreTrainedTokenizerFast:
     model = models.WordLevel({**words, END_OF_TEXT: VOCABULARY - 1}, unk_token=END_OF_TEXT)
     tokenizer = Tokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        padding_side="left",
-    )
+    return for_language_models(tokenizer)
 
 
 def recall_task() -> TokenRecall:

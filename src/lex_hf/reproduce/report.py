@@ -25,11 +25,16 @@ _SHOWN_PARTS = 12
 
 
 def write(folder: Path, record: Mapping[str, Any]) -> None:
-    """Write record, report and pictures; each appears under its name only when it is whole."""
+    """Write record, report and pictures; see [`write_files`]."""
+    write_files(folder, record, render(record), pictures(record))
+
+
+def write_files(folder: Path, record: Mapping[str, Any], text: str, figures: Mapping[str, Figure]) -> None:
+    """Write a record, its report and its pictures by the names of their files; each appears only when it is whole."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / RECORD, to_json(record, indent=1, ensure_ascii=False) + "\n")
-    write_text(folder / REPORT, render(record))
-    for name, figure in pictures(record).items():
+    write_text(folder / REPORT, text)
+    for name, figure in figures.items():
         plots.save(figure, folder / name)
 
 
