@@ -99,6 +99,8 @@ SCHEMES: tuple[dict[str, Any], ...] = (
     {"position_embedding_type": "alibi", "alibi_shared_slope": 3},
     {"position_embedding_type": "t5", "t5_num_buckets": 8, "t5_max_distance": 20},
     {"position_embedding_type": "t5", "t5_num_buckets": 6, "t5_max_distance": 9, "t5_scaled": True},
+    {"position_embedding_type": "shaw", "shaw_max_distance": 1},
+    {"position_embedding_type": "shaw", "shaw_max_distance": 9},
     {"position_embedding_type": "kerple"},
     {"position_embedding_type": "kerple", "kerple_variant": "power"},
     {"position_embedding_type": "sandwich", "sandwich_dim": 16},
@@ -115,6 +117,7 @@ MIXED: tuple[dict[str, Any], ...] = (
     {"position_embedding_type": ["rope", "xpos"]},
     {"position_embedding_type": ["kerple", "t5"], "t5_num_buckets": 8, "t5_max_distance": 20},
     {"position_embedding_type": ["sandwich", "alibi"], "sandwich_dim": 16},
+    {"position_embedding_type": ["shaw", "xpos"], "shaw_max_distance": 5},
 )
 HYBRID = {
     "attention_pattern": ["blockwise", "full"],

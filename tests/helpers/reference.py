@@ -132,6 +132,12 @@ def scores(
         own = f"positions.{schemes[layer]}."
         weights = {name.replace(own, "positions."): tensor for name, tensor in weights.items()}
     found = xpos_scores(query, key, settings)
+    if settings.get("position_embedding_type") == "shaw":
+        vectors, longest = weights[f"model.layers.{layer}.self_attn.relative.weight"], settings["shaw_max_distance"]
+        for p in range(length):
+            for other in range(p + 1):
+                vector = vectors[min(p - other, longest)]
+                found[p, other] = query[p] @ (key[other] + vector) / math.sqrt(query.shape[1])
     if settings["patterns"][layer][0] == "full" and settings.get("full_attention_log_scaling"):
         seen = torch.arange(1, length + 1, dtype=torch.float64)
         found = found * (seen.log() / math.log(settings["training_length"])).clamp(min=1)[:, None]

@@ -21,11 +21,14 @@ import torch
 
 from .batch_lex import Batch, Movable
 from .cache_layer_lex import LexCacheLayer
+from .folding_lex import Turn, folded, unfolded, unturned, windows, with_sinks
 from .functions_lex import (
     AttentionFunction,
+    OfQueries,
     additive_mask,
     attend_by_row,
     attention_weights,
+    biased,
     suits_rows,
 )
 from .linear_lex import runs_plainly
@@ -37,10 +40,6 @@ from .slots_lex import spread
 # (query, key, value, mask, is_causal, scaling=, dropout=) -> (output, weights or None), with states of the shape
 # (batch, heads, sequence, head_dim): an `AttentionFunction` whose module is given.
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-
-# (key, distance) -> key: rotated keys `(batch, heads, keys, head_dim)` as if their tokens stood so many tokens later,
-# shape `(batch or 1, keys or 1)`.
-Turn = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,8 @@ class Planner:
             return Fold.divide(self, batch, layer.block, 0, end, rotation, fills)
         key = torch.arange(end, device=self.device)
         mask = self.mask(self.pattern.visible(slots, key), self.bias(slots, key, end))
-        return Fold(batch, width, ((0, batch.length, 1, 0, 0),), (mask,), (False,), (None,), rotation, fills)
+        part, distance = (0, batch.length, 1, 0, 0), self.distance(slots, key)
+        return Fold(batch, width, (part,), (mask,), (False,), (distance,), (None,), rotation, fills)
 
     def rotation(self, batch: Batch, slots: torch.Tensor, block: int | None) -> Rotation:
         """Return the rotation of new tokens.
@@ -155,6 +155,18 @@ class Planner:
         bias = self.scheme(query, key, num_slots, torch.promote_types(self.dtype, torch.float32))
         return bias if bias is None or self.tp_mesh is None else _own_heads(bias, self.tp_mesh)
 
+    def distance(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
+        """Return the distance of keys as far as biases of queries tell them apart; `None` if there are none.
+
+        Args:
+            query: Slots of queries, shape `(..., query)`.
+            key: Slots of keys, shape `(..., key)`.
+        """
+        if self.scheme.query_distances is None:
+            return None
+        self.function.check_bias(type(self.scheme).__name__)
+        return (query[..., :, None] - key[..., None, :]).clamp(0, self.scheme.query_distances - 1)
+
     def mask(self, seen: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
         """Return what the attention function takes, see [`AttentionFunction.mask`]."""
         names = (f"{self.pattern.name} attention in this batch", type(self.scheme).__name__)
@@ -174,6 +186,7 @@ class Fold(Movable):
         masks: Mask of each part, shape `(batch or 1, num_heads or 1, query, key)`, where several blocks are rows of
             the batch; `None` where all keys are seen or `causal` says it.
         causal: Whether the attention function hides keys after their query by itself, in each part.
+        distances: [`Planner.distance`] of each part, shape `(query, key)` or `(batch, query, key)`.
         scales: What the keys of each part are multiplied by, shape `(key, head_dim)`; `None` if they stay as they are.
         rotation: What queries and keys are rotated by.
         fills: Slots of each row in use, shape `(batch,)`, where they differ.
@@ -184,6 +197,7 @@ class Fold(Movable):
     parts: tuple[tuple[int, int, int, int, int], ...]
     masks: tuple[torch.Tensor | None, ...]
     causal: tuple[bool, ...]
+    distances: tuple[torch.Tensor | None, ...]
     scales: tuple[torch.Tensor | None, ...]
     rotation: Rotation
     fills: torch.Tensor | None = None
@@ -213,8 +227,8 @@ class Fold(Movable):
         parts = [part for part in parts if part[1] and part[2]]
         # In the head all exponents count from one place; any other block counts from itself.
         scales = [rotation.scales(block, size) if start else None for start, size, *_ in parts]
-        masks, causal = zip(*(_mask(planner, batch, fill, *part) for part in parts), strict=True)
-        return cls(batch, fill, tuple(parts), masks, causal, tuple(scales), rotation, fills)
+        masks, causal, distances = zip(*(_mask(planner, batch, fill, *part) for part in parts), strict=True)
+        return cls(batch, fill, tuple(parts), masks, causal, distances, tuple(scales), rotation, fills)
 
     def key_order(self, width: int) -> torch.Tensor | None:
         """Return the slot of each key in the order that users see; `None` if it is that of slots.
@@ -239,6 +253,7 @@ class Fold(Movable):
         *,
         dense: bool,
         turn: Turn | None = None,
+        of_queries: OfQueries | None = None,
         **options: float,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply attention to head, blocks and tail.
@@ -251,6 +266,7 @@ class Fold(Movable):
             value: As `key`.
             dense: Whether to return the weights, which takes queries × slots of memory.
             turn: How keys of sinks come to stand before another block; `None` if there are none.
+            of_queries: What queries add to their scores; `None` if the position scheme gives nothing.
             options: `scaling`, the factor on the scores, and `dropout`, the probability with which a weight becomes
                 zero.
 
@@ -259,10 +275,11 @@ class Fold(Movable):
         """
         function = partial(function, **options)
         if self.fills is None or self.fill:
-            return self._attend(function, query, key, value, dense, turn)
+            return self._attend(function, query, key, value, dense, turn, of_queries)
         # Over the slots of the whole text, in which every row has its queries at its own place.
         blank = query.new_zeros((*query.shape[:2], key.shape[2] - query.shape[2], query.shape[3]))
-        output, weights = self._attend(function, spread(query, self.fills, blank), key, value, dense, turn)
+        query = spread(query, self.fills, blank)
+        output, weights = self._attend(function, query, key, value, dense, turn, of_queries)
         index = (self.fills[:, None] + torch.arange(self.batch.length, device=query.device))[:, None, :, None]
         return output.take_along_dim(index, dim=2), None if weights is None else weights.take_along_dim(index, dim=2)
 
@@ -274,23 +291,26 @@ class Fold(Movable):
         value: torch.Tensor,
         dense: bool,
         turn: Turn | None,
+        of_queries: OfQueries | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         outputs, weights = [], []
-        for part, mask, causal, scales in zip(self.parts, self.masks, self.causal, self.scales, strict=True):
+        plans = zip(self.parts, self.masks, self.causal, self.distances, self.scales, strict=True)
+        for part, mask, causal, distance, scales in plans:
             start, size, count, first_key, sinks = part
             before = self.fill + start - first_key
-            queries = _folded(query.narrow(2, start, size * count), count)
+            queries = folded(query.narrow(2, start, size * count), count)
             keys, values = (
-                _windows(states.narrow(2, first_key, before + size * count), before, count) for states in (key, value)
+                windows(states.narrow(2, first_key, before + size * count), before, count) for states in (key, value)
             )
             keys = scaled(keys, scales)
             if sinks:
                 assert turn is not None
-                keys, values = _with_sinks(keys, key, part, turn), _with_sinks(values, value, part, _unturned)
-            output, of_part = function(queries, keys, values, mask, causal)
+                keys, values = with_sinks(keys, key, part, turn), with_sinks(values, value, part, unturned)
+            added = biased(mask, of_queries, queries, distance)
+            output, of_part = function(queries, keys, values, added, causal)
             del keys, values  # copies, where they were scaled or folded
             # As attention functions leave it, so that the output projection need not copy.
-            outputs.append(_unfolded(output.transpose(1, 2), count))
+            outputs.append(unfolded(output.transpose(1, 2), count))
             weights.append(of_part)
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
         return output.transpose(1, 2), self._dense_weights(weights, query.shape[2], key.shape[2]) if dense else None
@@ -311,19 +331,20 @@ class Fold(Movable):
 
 def _mask(
     planner: Planner, batch: Batch, fill: int, start: int, size: int, count: int, first_key: int, sinks: int
-) -> tuple[torch.Tensor | None, bool]:
-    """Return the mask of a part of a fold, and whether it is plain causal attention instead."""
+) -> tuple[torch.Tensor | None, bool, torch.Tensor | None]:
+    """Return the mask of a part of a fold, whether it is plain causal attention instead, and distances."""
     before = fill + start - first_key + sinks
     slots = torch.arange(before + size, device=planner.device)
-    bias = planner.bias(slots[before:], slots, before + size)
+    bias, distance = planner.bias(slots[before:], slots, before + size), planner.distance(slots[before:], slots)
     if batch.document is not None:
-        return planner.mask(_seen_in_documents(planner.pattern, batch, before, start, size, count), bias), False
+        seen = _seen_in_documents(planner.pattern, batch, before, start, size, count)
+        return planner.mask(seen, bias), False, distance
     if start + size == 1:
-        return planner.mask(None, bias), False
-    is_plain = planner.pattern.is_causal(before + size) and bias is None
+        return planner.mask(None, bias), False, distance
+    is_plain = planner.pattern.is_causal(before + size) and bias is None and distance is None
     if is_plain and planner.function.masks_later_keys(is_square=before == 0):
-        return None, True
-    return planner.mask(planner.pattern.visible(slots[before:], slots), bias), False
+        return None, True, distance
+    return planner.mask(planner.pattern.visible(slots[before:], slots), bias), False, distance
 
 
 def _seen_in_documents(
@@ -348,6 +369,7 @@ class Step(Movable):
         batch: Layout of the batch.
         slots: Slot of each row's token in the ring, shape `(batch,)`.
         masks: What is added to scores, shape `(batch, num_heads or 1, 1, slots)`.
+        distance: [`Planner.distance`] of the slots, shape `(batch, 1, slots)`.
         rotation: What queries and keys are rotated by.
         scales: What a query is multiplied by for each half of the ring, shape `(batch, 1, 2, head_dim)`; `None` if
             keys of both are scaled alike.
@@ -359,6 +381,7 @@ class Step(Movable):
     batch: Batch
     slots: torch.Tensor
     masks: tuple[torch.Tensor | None, ...]
+    distance: torch.Tensor | None
     rotation: Rotation
     scales: torch.Tensor | None
     is_direct: bool
@@ -393,7 +416,7 @@ class Step(Movable):
             scales = torch.where(own[:, :, None], 1.0, rotation.decay)[:, None]
         is_direct = scales is None and planner.function.suits_single_queries
         ends = _ends(positions, planner.pattern) if runs_plainly(positions) else None
-        return cls(batch, slots, (mask,), rotation, scales, is_direct, ends)
+        return cls(batch, slots, (mask,), planner.distance(query, key), rotation, scales, is_direct, ends)
 
     def key_order(self, width: int) -> torch.Tensor | None:
         """Return the slot of each key in the order that users see: those of the ring up to the new token's."""
@@ -408,18 +431,20 @@ class Step(Movable):
         *,
         dense: bool,
         turn: Turn | None = None,
+        of_queries: OfQueries | None = None,
         **options: float,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Apply attention; arguments and results as for [`Fold.attend`], `key` and `value` are the ring's."""
+        mask = biased(self.masks[0], of_queries, query, self.distance)
         if self.is_direct:
-            return function(query, key, value, self.masks[0], False, ends=self.ends, **options)
+            return function(query, key, value, mask, False, ends=self.ends, **options)
         if not dense and suits_rows(query, key, value, self.ends, **options):
             scaling, scales = options["scaling"], self.scales
-            return attend_by_row(query, key, value, self.masks[0], self.ends, scaling=scaling, scales=scales), None
+            return attend_by_row(query, key, value, mask, self.ends, scaling=scaling, scales=scales), None
         halves, heads = 1 if self.scales is None else 2, key.shape[1]
         queries = scaled(query.expand(-1, -1, halves, -1), self.scales).unflatten(1, (heads, -1))
         scores = key.unflatten(2, (halves, -1)) @ queries.permute(0, 1, 3, 4, 2)
-        scores = scores.flatten(2, 3).transpose(2, 3).flatten(1, 2)[:, :, None] * options["scaling"] + self.masks[0]
+        scores = scores.flatten(2, 3).transpose(2, 3).flatten(1, 2)[:, :, None] * options["scaling"] + mask
         weights = attention_weights(scores, value.dtype, options["dropout"])
         output = weights.squeeze(2).unflatten(1, (heads, -1)) @ value
         return output.flatten(1, 2)[:, :, None], weights
@@ -462,38 +487,3 @@ def _own_heads(bias: torch.Tensor, tp_mesh: Any) -> torch.Tensor:
 
     whole = DTensor.from_local(bias, tp_mesh, [Replicate()], run_check=False)
     return whole.redistribute(placements=[Shard(bias.dim() - 3)]).to_local()
-
-
-def _with_sinks(
-    states: torch.Tensor, text: torch.Tensor, part: tuple[int, int, int, int, int], turn: Turn
-) -> torch.Tensor:
-    """Put the sinks, the first slots of a text, before the keys or values of each block of a part."""
-    _, size, count, first_key, sinks = part
-    distances = first_key - sinks + size * torch.arange(count, device=text.device)
-    kept = text[:, :, :sinks].repeat_interleave(count, dim=0)
-    return torch.cat((turn(kept, distances.repeat(len(text))[:, None]), states), dim=2)
-
-
-def _unturned(states: torch.Tensor, distance: torch.Tensor) -> torch.Tensor:
-    return states
-
-
-def _windows(states: torch.Tensor, before: int, count: int) -> torch.Tensor:
-    """Return each block with the `before` slots before it, `(batch * count, heads, before + block, head_dim)`.
-
-    Windows that overlap: of a single text a view, without a copy.
-    """
-    if count == 1:
-        return states
-    size = (states.shape[2] - before) // count
-    return states.unfold(2, before + size, size).permute(0, 2, 1, 4, 3).flatten(0, 1)
-
-
-def _folded(states: torch.Tensor, count: int) -> torch.Tensor:
-    """Move `count` blocks into the batch dimension: `(batch * count, heads, block, head_dim)`."""
-    return states if count == 1 else states.unflatten(2, (count, -1)).transpose(1, 2).flatten(0, 1)
-
-
-def _unfolded(states: torch.Tensor, count: int) -> torch.Tensor:
-    """Undo the folding of `count` blocks of outputs, `(batch, count * block, heads, head_dim)`."""
-    return states if count == 1 else states.unflatten(0, (-1, count)).flatten(1, 2)

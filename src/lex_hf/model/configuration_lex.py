@@ -68,12 +68,13 @@ class LexConfig(PreTrainedConfig):
             for a query that sees n tokens, before biases: the more keys there are, the more the one that fits must
             stand out (after Chiang and Cholak, arXiv 2202.12172). Within the training length nothing changes, so it
             can be chosen when a model is loaded.
-        position_embedding_type: `"xpos"`, `"rope"` (xPos with ζ = 1), `"alibi"`, `"t5"`, `"kerple"`, `"sandwich"`,
-            `"smoothed_sandwich"`, `"sinusoidal"`, `"learned"` (a table of `training_length` positions; longer texts
-            are an error) or `"none"`. Their classes, in `positions_lex.py`, give formulas and sources. A list gives
-            one scheme per layer, as `["xpos", "xpos", "xpos", "none"]` beside `attention_pattern = ["blockwise",
-            "blockwise", "blockwise", "full"]`; `"sinusoidal"` and `"learned"` act before all layers, so they stand
-            alone. What a scheme learns is shared by its layers.
+        position_embedding_type: `"xpos"`, `"rope"` (xPos with ζ = 1), `"alibi"`, `"t5"`, `"shaw"`, `"kerple"`,
+            `"sandwich"`, `"smoothed_sandwich"`, `"sinusoidal"`, `"learned"` (a table of `training_length` positions;
+            longer texts are an error) or `"none"`. Their classes, in `positions_lex.py` and `biases_lex.py`, give
+            formulas and sources. A list gives one scheme per layer, as `["xpos", "xpos", "xpos", "none"]` beside
+            `attention_pattern = ["blockwise", "blockwise", "blockwise", "full"]`; `"sinusoidal"` and `"learned"` act
+            before all layers, so they stand alone. What a scheme learns is shared by its layers, but for `"shaw"`,
+            whose vectors each layer has for itself.
         rope_theta: Base of the rotation frequencies θ_i = rope_theta^(-2i/d).
         xpos_gamma: γ of ζ_i = (2i/d + γ)/(1 + γ).
         xpos_scale_base: B; a distance of B tokens scales pair i by ζ_i (512 in the paper, `training_length / 2`).
@@ -85,6 +86,7 @@ class LexConfig(PreTrainedConfig):
         t5_num_buckets: Number of buckets of distances; even.
         t5_max_distance: Distance from which on all share the last bucket.
         t5_scaled: Whether T5's table is multiplied by √head_dim, as in KERPLE's code.
+        shaw_max_distance: Distance from which on all keys share the last vector.
         kerple_variant: `"log"` or `"power"`.
         sandwich_dim: d̄, twice the number of cosines; even.
         sandwich_first_index: First index of the sum of cosines, 1 (as printed) or 0.
@@ -148,6 +150,7 @@ class LexConfig(PreTrainedConfig):
     t5_num_buckets: int = 32
     t5_max_distance: int = 128
     t5_scaled: bool = False
+    shaw_max_distance: int = 16
     kerple_variant: str = "log"
     sandwich_dim: int = 128
     sandwich_first_index: int = 1

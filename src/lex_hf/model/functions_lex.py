@@ -1,6 +1,6 @@
 """Attention functions: those of transformers, in the one form that plans call, and the reference."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,10 @@ from .versions_lex import flex_takes_biases
 PART = 2**20  # numbers of keys or values that are brought into float32 at once: what a cache of a CPU holds
 _ALIKE = 0.75  # share of the slots that rows need of those of the longest one, from which on they attend at once
 HALVES = (torch.bfloat16, torch.float16)
+# Queries `(batch, num_heads, query, head_dim)` -> what is added to their scores at distances 0, 1, …, shape
+# `(batch, num_heads, query, distances)`.
+OfQueries = Callable[[torch.Tensor], torch.Tensor]
+
 _ACTS = ("position_bias", "softcap", "cache")  # options on which sdpa acts, or which it refuses
 
 
@@ -62,20 +66,37 @@ class AttentionFunction:
         Raises:
             ValueError: If it takes no masks, or no biases.
         """
-        if not self.takes_masks and (seen is not None or bias is not None):
-            raise ValueError(
-                f"{self.implementation} takes no mask, and {names[bias is not None]} needs one. It serves xPos and "
-                "other schemes without a bias, blockwise or full attention, without packing. Load the model with "
-                "attn_implementation='sdpa'."
-            )
-        if bias is not None and self.implementation == "flex_attention" and not flex_takes_biases():
-            raise ValueError(
-                f"{names[True]} needs a bias for each head, which flex_attention of this version of transformers does "
-                "not take: load the model with attn_implementation='sdpa', or install a newer transformers."
-            )
+        if bias is not None:
+            self.check_bias(names[True])
+        elif seen is not None:
+            self._check_mask(names[False])
         if seen is not None and bias is None and self.implementation == "sdpa":
             return _for_all_heads(seen)
         return additive_mask(seen, bias, dtype)
+
+    def check_bias(self, name: str) -> None:
+        """Check that the function takes biases of each head.
+
+        Args:
+            name: What needs one.
+
+        Raises:
+            ValueError: If it takes none.
+        """
+        self._check_mask(name)
+        if self.implementation == "flex_attention" and not flex_takes_biases():
+            raise ValueError(
+                f"{name} needs a bias for each head, which flex_attention of this version of transformers does "
+                "not take: load the model with attn_implementation='sdpa', or install a newer transformers."
+            )
+
+    def _check_mask(self, name: str) -> None:
+        if not self.takes_masks:
+            raise ValueError(
+                f"{self.implementation} takes no mask, and {name} needs one. It serves xPos and other schemes without "
+                "a bias, blockwise or full attention, without packing. Load the model with "
+                "attn_implementation='sdpa'."
+            )
 
     def __call__(
         self,
@@ -123,6 +144,29 @@ def additive_mask(seen: torch.Tensor | None, bias: torch.Tensor | None, dtype: t
         return added
     zero = torch.zeros((), dtype=dtype, device=seen.device)
     return torch.where(_for_all_heads(seen), zero if added is None else added, torch.finfo(dtype).min)
+
+
+def biased(
+    mask: torch.Tensor | None, of_queries: OfQueries | None, query: torch.Tensor, distance: torch.Tensor | None
+) -> torch.Tensor | None:
+    """Return a mask with what queries add to their scores, or the mask alone if they add nothing.
+
+    Args:
+        mask: Boolean, or what is added to scores, broadcastable to `(batch, num_heads, query, key)`; or `None`.
+        of_queries: What queries add at distances 0, 1, …; `None` if nothing.
+        query: Shape `(batch, num_heads, query, head_dim)`.
+        distance: Which of these distances each key has, int64, shape `(query, key)` or `(batch, query, key)`.
+
+    Returns:
+        Shape `(batch, num_heads, query, key)`, added to scores; or the mask.
+    """
+    if of_queries is None or distance is None:
+        return mask
+    by_distance = of_queries(query)
+    bias = by_distance.gather(-1, _for_all_heads(distance).expand(*by_distance.shape[:3], -1))
+    if mask is None or mask.dtype != torch.bool:
+        return bias if mask is None else mask + bias
+    return torch.where(mask, bias, torch.finfo(bias.dtype).min)
 
 
 def suits_rows(

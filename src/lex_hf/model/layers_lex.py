@@ -13,6 +13,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .attention_lex import Fold, Step
 from .functions_lex import AttentionFunction
 from .linear_lex import LexLinear, suits_parts
+from .positions_lex import SCHEMES
 
 _MLP_TOKENS = 512  # that a feed-forward layer takes at once, where it takes them in parts
 
@@ -53,6 +54,7 @@ class LexAttention(nn.Module):
         self.k_proj = LexLinear(config.hidden_size, config.hidden_size)
         self.v_proj = LexLinear(config.hidden_size, config.hidden_size)
         self.o_proj = LexLinear(config.hidden_size, config.hidden_size)
+        self.relative = SCHEMES[config.layer_schemes[layer_idx]].of_queries(config)
 
     def forward(
         self,
@@ -91,6 +93,7 @@ class LexAttention(nn.Module):
             scaling=self.scaling,
             dropout=self.attention_dropout if self.training else 0.0,
             dense=output_attentions,
+            of_queries=None if self.relative is None else self._of_queries,
         )
         output = rows.restore(output)
         if output_attentions and weights is not None:
@@ -98,6 +101,11 @@ class LexAttention(nn.Module):
             weights, value = by_column(rows.restore(weights), value, plan.key_order(value.shape[2]))
             output = weights @ value
         return self.o_proj(output.transpose(1, 2).reshape(batch, length, -1)), weights
+
+    def _of_queries(self, query: torch.Tensor) -> torch.Tensor:
+        """What queries add to their scores by distance; see [`PositionScheme.of_queries`]."""
+        assert self.relative is not None
+        return self.relative(query) * self.scaling
 
 
 def by_column(

@@ -25,6 +25,7 @@ from .cache_layer_lex import LexCacheLayer
 from .cache_lex import LexCache
 from .configuration_lex import LexConfig
 from .fields_lex import require as require
+from .folding_lex import Turn as Turn
 from .functions_lex import AttentionFunction
 from .generation_lex import LexGenerationMixin
 from .layers_lex import LexAttention, LexDecoderLayer
@@ -275,7 +276,15 @@ class LexModel(LexPreTrainedModel):
 
         Returns:
             Shape `(heads, query, key)`; zeros for schemes that do not act on scores.
+
+        Raises:
+            ValueError: If it depends on the queries, not on their positions alone.
         """
+        if self.scheme(layer).query_distances is not None:
+            raise ValueError(
+                f"position_embedding_type = {self.config.layer_schemes[layer]!r} adds what depends on the queries: "
+                "there is no bias by position. measure_resolution shows what scores are at each distance."
+            )
         num_positions = int(max(query_positions.max(), key_positions.max())) + 1
         dtype = torch.promote_types(self.embed_tokens.weight.dtype, torch.float32)
         bias = self.scheme(layer)(query_positions, key_positions, num_positions, dtype)

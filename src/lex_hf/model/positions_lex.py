@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from .biases_lex import AlibiScheme, KerpleScheme, SandwichScheme, SmoothedSandwichScheme, T5Scheme
+from .biases_lex import AlibiScheme, KerpleScheme, SandwichScheme, ShawScheme, SmoothedSandwichScheme, T5Scheme
 from .fields_lex import require, require_finite
 from .rotation_lex import Rotation
 from .scheme_lex import PositionScheme
@@ -206,6 +206,7 @@ SCHEMES: dict[str, type[PositionScheme]] = {
     "rope": RopeScheme,
     "alibi": AlibiScheme,
     "t5": T5Scheme,
+    "shaw": ShawScheme,
     "kerple": KerpleScheme,
     "sandwich": SandwichScheme,
     "smoothed_sandwich": SmoothedSandwichScheme,

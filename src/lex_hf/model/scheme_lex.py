@@ -1,8 +1,9 @@
 """The interface of position schemes, and the scheme without positions.
 
-A scheme may act in three places, and every hook does nothing by default: [`PositionScheme.embed`] adds to the token
-embeddings, [`PositionScheme.rotation`] rotates queries and keys, [`PositionScheme.bias`] adds to attention scores.
-No caller asks which scheme a layer has.
+A scheme may act in four places, and every hook does nothing by default: [`PositionScheme.embed`] adds to the token
+embeddings, [`PositionScheme.rotation`] rotates queries and keys, [`PositionScheme.bias`] adds to attention scores what
+depends on the distance, and the module of [`PositionScheme.of_queries`] what depends on the query, too. No caller asks
+which scheme a layer has.
 """
 
 from typing import Any, ClassVar
@@ -21,11 +22,14 @@ class PositionScheme(nn.Module):
         choices: Fields of the config that name one of several kinds, with their names.
         adds_to_embeddings: Whether [`PositionScheme.embed`] does anything.
         key_fields: Fields of the config that decide how cached keys are rotated and scaled.
+        query_distances: Number of distances 0, 1, … for which [`PositionScheme.of_queries`] gives biases, of which the
+            last is that of all keys further back; `None` if it gives none.
     """
 
     choices: ClassVar[dict[str, tuple[str, ...]]] = {}
     key_fields: ClassVar[tuple[str, ...]] = ()
     adds_to_embeddings = False
+    query_distances: int | None = None
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -48,6 +52,15 @@ class PositionScheme(nn.Module):
         Raises:
             ValueError: If they do not fit.
         """
+
+    @classmethod
+    def of_queries(cls, config: Any) -> nn.Module | None:
+        """Make the module of a layer that maps queries to what their scores get, or `None` if it adds nothing.
+
+        It maps queries, shape `(..., head_dim)`, to what is added to their scores at distances 0, 1, …, before these
+        are divided by √head_dim, shape `(..., query_distances)`. Each layer has its own.
+        """
+        return None
 
     def reset_parameters(self) -> None:
         """Initialise what the scheme learns."""
