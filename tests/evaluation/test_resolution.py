@@ -116,7 +116,7 @@ def test_expectation_of_each_layer_of_a_mixture() -> None:
         assert torch.equal(expected_attention(mixed, distances, layer), alone)
 
 
-@pytest.mark.parametrize("scheme", ["t5", "kerple", "sinusoidal", "learned", "none"])
+@pytest.mark.parametrize("scheme", ["t5", "shaw", "kerple", "sinusoidal", "learned", "none"])
 def test_schemes_without_an_expectation_say_so(scheme: str) -> None:
     with pytest.raises(ValueError, match=f"'{scheme}' has no expectation.*xpos, rope, alibi"):
         expected_attention(LexConfig(position_embedding_type=scheme), torch.arange(3))

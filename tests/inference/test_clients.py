@@ -136,8 +136,8 @@ def test_trainer_on_flattened_documents_takes_the_step_of_the_single_documents(a
 class TestAccelerate:
     """Weights that wait elsewhere, and layers that lie elsewhere: same logits, same tokens."""
 
-    # Two schemes learn parameters outside of the layers.
-    schemes = pytest.mark.parametrize("scheme", ["xpos", "t5", "kerple"])
+    # Two schemes learn parameters outside of the layers, one within them.
+    schemes = pytest.mark.parametrize("scheme", ["xpos", "t5", "kerple", "shaw"])
 
     def assert_same(self, model: LexForCausalLM, other: Any) -> None:
         ids = random_ids(2, 40)

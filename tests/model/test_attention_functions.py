@@ -78,6 +78,7 @@ def test_flash_attention_reads_padded_batches() -> None:
     [
         ({"position_embedding_type": "alibi"}, {}, "AlibiScheme needs one"),
         ({"position_embedding_type": "alibi", "attention_pattern": "full"}, {}, "AlibiScheme needs one"),
+        ({"position_embedding_type": "shaw", "attention_pattern": "full"}, {}, "ShawScheme needs one"),
         ({"attention_pattern": "sliding"}, {}, "sliding attention in this batch needs one"),
         ({}, {"position_ids": torch.arange(40)[None] % 20}, "blockwise attention in this batch needs one"),
     ],
@@ -110,7 +111,11 @@ def test_flash_attention_that_is_not_installed_is_an_error_when_loading(tmp_path
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, when it loads its compiler
 @pytest.mark.parametrize(
     ("fields", "backend"),
-    [pytest.param({}, "inductor", marks=pytest.mark.inductor), ({"position_embedding_type": "kerple"}, "eager")],
+    [
+        pytest.param({}, "inductor", marks=pytest.mark.inductor),
+        ({"position_embedding_type": "kerple"}, "eager"),
+        ({"position_embedding_type": "shaw"}, "eager"),
+    ],
 )
 def test_flex_attention_gives_the_same_logits(
     fields: dict[str, Any], backend: str, monkeypatch: pytest.MonkeyPatch

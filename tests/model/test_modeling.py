@@ -216,7 +216,7 @@ class LargestTensor(TorchFunctionMode):
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("layout", ["plain", "left-padded", "packed"])
 @pytest.mark.parametrize("pattern", ["blockwise", "sliding"])
-@pytest.mark.parametrize("scheme", ["xpos", "alibi", "t5", "sinusoidal"])
+@pytest.mark.parametrize("scheme", ["xpos", "alibi", "t5", "shaw", "sinusoidal"])
 def test_no_tensor_grows_with_the_square_of_the_length(attention: str, layout: str, pattern: str, scheme: str) -> None:
     sizes_of_model = {"vocab_size": 11, "num_attention_heads": 1, "hidden_size": 10}
     fields = {"attention_pattern": pattern, "position_embedding_type": scheme, **sizes_of_model}

@@ -110,7 +110,7 @@ def test_gradients_of_every_parameter(scheme: dict[str, Any], pattern: dict[str,
             gradient = weights[name].grad
             message = f"{name}, {checkpointing=}"
             torch.testing.assert_close(parameter.grad, gradient, atol=1e-9, rtol=1e-9, msg=message)
-            if ".positions." in name:
+            if ".positions." in name or ".relative." in name:
                 assert gradient is not None
                 assert gradient.any()
 
@@ -280,6 +280,7 @@ BAD_FIELDS = [
     ({"alibi_slopes": "steep"}, "alibi", "alibi_slopes = 'steep': it must be one of"),
     ({"t5_num_buckets": 7}, "t5", "t5_num_buckets = 7: it must be even"),
     ({"t5_max_distance": 16}, "t5", "t5_max_distance = 16: it must exceed t5_num_buckets / 2 = 16"),
+    ({"shaw_max_distance": 0}, "shaw", "shaw_max_distance = 0: it must be at least 1"),
     ({"kerple_variant": "sin"}, "kerple", "kerple_variant = 'sin'"),
     ({"sandwich_dim": 5}, "sandwich", "sandwich_dim = 5: it must be even"),
     ({"sandwich_first_index": 2}, "smoothed_sandwich", "sandwich_first_index = 2"),
@@ -296,6 +297,13 @@ def test_bad_fields_are_refused(fields: dict[str, Any], scheme: str, message: st
 
 def test_schemes_that_do_not_turn_take_odd_heads() -> None:
     assert tiny_model(hidden_size=27, position_embedding_type="alibi")(random_ids(1, 5)).logits.isfinite().all()
+
+
+def test_vectors_have_no_bias_by_position() -> None:
+    model, places = tiny_model(position_embedding_type=["alibi", "shaw"]), torch.arange(3)
+    assert model.position_bias(places, places).any()
+    with pytest.raises(ValueError, match=r"'shaw' adds what depends on the queries.*measure_resolution"):
+        model.position_bias(places, places, layer=1)
 
 
 def test_layers_with_schemes_of_their_own(tmp_path: Path) -> None:

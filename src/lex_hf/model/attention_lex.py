@@ -156,16 +156,16 @@ class Planner:
         return bias if bias is None or self.tp_mesh is None else _own_heads(bias, self.tp_mesh)
 
     def distance(self, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-        """Return the distance of keys as far as biases of queries tell them apart; `None` if there are none.
+        """Return which of the vectors of distances each key has; `None` if there are none.
 
         Args:
             query: Slots of queries, shape `(..., query)`.
             key: Slots of keys, shape `(..., key)`.
         """
-        if self.scheme.query_distances is None:
+        if self.scheme.num_vectors is None:
             return None
         self.function.check_bias(type(self.scheme).__name__)
-        return (query[..., :, None] - key[..., None, :]).clamp(0, self.scheme.query_distances - 1)
+        return (query[..., :, None] - key[..., None, :]).clamp(0, self.scheme.num_vectors - 1)
 
     def mask(self, seen: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor | None:
         """Return what the attention function takes, see [`AttentionFunction.mask`]."""

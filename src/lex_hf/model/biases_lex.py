@@ -214,9 +214,8 @@ class ShawScheme(PositionScheme):
     """Relative vectors (Shaw et al., arXiv 1803.02155; LEX paper, Eq. 15): q · (k + w_min(distance, k)).
 
     One learned vector for each distance up to `shaw_max_distance`, in each layer, shared by its heads; keys further
-    back have the last one. Those of values, which the formula also has, are left out: with those of keys, Shaw et al.
-    found them to make no difference. They are the weight of a linear layer, which maps a query to its products with
-    them.
+    back have the last one. Those of values, which the formula also has, are left out: beside those of keys, Shaw et
+    al. found that they make no difference.
     """
 
     @classmethod
@@ -225,11 +224,7 @@ class ShawScheme(PositionScheme):
         longest = config.shaw_max_distance
         require(1 <= longest <= MAX_SIZE, "shaw_max_distance", longest, f"must be at least 1 and at most {MAX_SIZE}")
 
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.query_distances = config.shaw_max_distance + 1
-
     @classmethod
-    def of_queries(cls, config: Any) -> nn.Module:
-        """Make the vectors of a layer, the rows of its weight; see [`PositionScheme.of_queries`]."""
-        return nn.Linear(config.head_dim, config.shaw_max_distance + 1, bias=False)
+    def count_vectors(cls, config: Any) -> int:
+        """One for each distance up to the largest; see [`PositionScheme.count_vectors`]."""
+        return int(config.shaw_max_distance) + 1

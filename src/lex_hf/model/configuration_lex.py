@@ -32,6 +32,16 @@ MAX_LAYERS = 2**16
 MAX_PARAMETERS = 10**14  # in float32 400 TB
 GPT2_END_OF_TEXT = 50256
 
+_TP_PLAN = {
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise",
+    "layers.*.self_attn.v_proj": "colwise",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+}
+_TP_PLAN_OF_VECTORS = {"layers.*.self_attn.relative": "replicated_with_grad_allreduce"}
+
 
 @strict
 class LexConfig(PreTrainedConfig):
@@ -105,15 +115,6 @@ class LexConfig(PreTrainedConfig):
     _auto_class = "AutoConfig"  # saving a model saves its code, which loads where lex_hf is not installed
     model_type = "lex"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers declares it so
-    base_model_tp_plan = {  # noqa: RUF012
-        "layers.*.self_attn.q_proj": "colwise",
-        "layers.*.self_attn.k_proj": "colwise",
-        "layers.*.self_attn.v_proj": "colwise",
-        "layers.*.self_attn.o_proj": "rowwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.down_proj": "rowwise",
-    }
-
     vocab_size: int = 50257
     hidden_size: int = 1024
     num_hidden_layers: int = 24
@@ -173,6 +174,12 @@ class LexConfig(PreTrainedConfig):
         config = result[0] if isinstance(result, tuple) else result
         config.validate()
         return result
+
+    @property
+    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+        """What transformers does to the modules of a [`LexModel`] in tensor parallel."""
+        has_vectors = any(SCHEMES[name].count_vectors(self) for name in self.layer_schemes)
+        return _TP_PLAN | (_TP_PLAN_OF_VECTORS if has_vectors else {})
 
     @property
     def head_dim(self) -> int:

@@ -54,7 +54,8 @@ class LexAttention(nn.Module):
         self.k_proj = LexLinear(config.hidden_size, config.hidden_size)
         self.v_proj = LexLinear(config.hidden_size, config.hidden_size)
         self.o_proj = LexLinear(config.hidden_size, config.hidden_size)
-        self.relative = SCHEMES[config.layer_schemes[layer_idx]].of_queries(config)
+        vectors = SCHEMES[config.layer_schemes[layer_idx]].count_vectors(config)
+        self.relative = None if vectors is None else nn.Linear(self.head_dim, vectors, bias=False)
 
     def forward(
         self,
@@ -103,7 +104,7 @@ class LexAttention(nn.Module):
         return self.o_proj(output.transpose(1, 2).reshape(batch, length, -1)), weights
 
     def _of_queries(self, query: torch.Tensor) -> torch.Tensor:
-        """What queries add to their scores by distance; see [`PositionScheme.of_queries`]."""
+        """Products of queries and vectors of distances, as added to scores; see [`PositionScheme.count_vectors`]."""
         assert self.relative is not None
         return self.relative(query) * self.scaling
 

@@ -280,7 +280,7 @@ class LexModel(LexPreTrainedModel):
         Raises:
             ValueError: If it depends on the queries, not on their positions alone.
         """
-        if self.scheme(layer).query_distances is not None:
+        if self.scheme(layer).num_vectors is not None:
             raise ValueError(
                 f"position_embedding_type = {self.config.layer_schemes[layer]!r} adds what depends on the queries: "
                 "there is no bias by position. measure_resolution shows what scores are at each distance."

@@ -2,8 +2,8 @@
 
 A scheme may act in four places, and every hook does nothing by default: [`PositionScheme.embed`] adds to the token
 embeddings, [`PositionScheme.rotation`] rotates queries and keys, [`PositionScheme.bias`] adds to attention scores what
-depends on the distance, and the module of [`PositionScheme.of_queries`] what depends on the query, too. No caller asks
-which scheme a layer has.
+depends on the distance, and vectors of [`PositionScheme.count_vectors`] distances what depends on the query, too. No
+caller asks which scheme a layer has.
 """
 
 from typing import Any, ClassVar
@@ -22,18 +22,17 @@ class PositionScheme(nn.Module):
         choices: Fields of the config that name one of several kinds, with their names.
         adds_to_embeddings: Whether [`PositionScheme.embed`] does anything.
         key_fields: Fields of the config that decide how cached keys are rotated and scaled.
-        query_distances: Number of distances 0, 1, … for which [`PositionScheme.of_queries`] gives biases, of which the
-            last is that of all keys further back; `None` if it gives none.
+        num_vectors: [`PositionScheme.count_vectors`] of the config.
     """
 
     choices: ClassVar[dict[str, tuple[str, ...]]] = {}
     key_fields: ClassVar[tuple[str, ...]] = ()
     adds_to_embeddings = False
-    query_distances: int | None = None
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.num_heads = config.num_attention_heads
+        self.num_vectors = self.count_vectors(config)
 
     @classmethod
     def validate_fields(cls, config: Any) -> None:
@@ -54,11 +53,11 @@ class PositionScheme(nn.Module):
         """
 
     @classmethod
-    def of_queries(cls, config: Any) -> nn.Module | None:
-        """Make the module of a layer that maps queries to what their scores get, or `None` if it adds nothing.
+    def count_vectors(cls, config: Any) -> int | None:
+        """Return for how many distances 0, 1, … each layer learns a vector that is added to its keys.
 
-        It maps queries, shape `(..., head_dim)`, to what is added to their scores at distances 0, 1, …, before these
-        are divided by √head_dim, shape `(..., query_distances)`. Each layer has its own.
+        Keys further back have the last one. The product of a query and a vector is a bias of that query, so keys stay
+        what they are. `None` if there are none.
         """
         return None
 
