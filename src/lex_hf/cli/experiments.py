@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -11,6 +11,9 @@ from rich.table import Column
 from lex_hf.cli.options import LARGEST_SEED, MOST, Device, Json
 from lex_hf.cli.printing import is_main_process, new_table, number, print_json, session
 from lex_hf.cli.ways import tables
+
+if TYPE_CHECKING:
+    from lex_hf.reproduce.running import Request
 
 _STUDIES = ("ways-to-read", "recall")
 
@@ -50,7 +53,8 @@ def reproduce(
             help="lex-table2 … lex-table6, lex-figure1, lex-figure2 (arXiv 2212.10554); sandwich-table1, -table2, "
             "-table3, -table5, sandwich-figure4 … -figure7, -figure11 (arXiv 2212.10356); ways-to-read: a tiny Llama "
             "and GPT-NeoX, read beyond their training length in all ways that need no training; recall: which systems "
-            "find what was said far back, and what it costs."
+            "find what was said far back, and what it costs; all: the tables and figures of both papers, and a page "
+            "about them."
         ),
     ],
     preset: Annotated[
@@ -101,7 +105,7 @@ def reproduce(
         else:
             _reproduce_ways(output, steps, _seeds(seeds)[:1], as_json)
         return
-    from lex_hf.reproduce import running
+    from lex_hf.reproduce import everything, running
 
     with session(as_json) as console:
         request = running.Request(
@@ -118,7 +122,12 @@ def reproduce(
             segments=segments,
             device=device,
         )
-        if dry_run:
+        result: dict[str, Any]
+        if table == everything.ALL:
+            result = (
+                _plan_all(request, console, quiet=as_json) if dry_run else everything.run_all(request, console=console)
+            )
+        elif dry_run:
             result = running.Plan(request).to_dict()
             if not as_json:
                 _print_reproduction(console, result)
@@ -171,6 +180,23 @@ def _seeds(text: str) -> list[int]:
     if not all(word.isdecimal() for word in words):
         raise ValueError(f"--seeds {text}: they must be whole numbers with commas between them, e.g. 0,1,2.")
     return [int(word) for word in words]
+
+
+def _plan_all(request: "Request", console: Console, *, quiet: bool) -> dict[str, Any]:
+    """Return the plans of all tables by name, and print how much there is to train."""
+    from lex_hf.reproduce import everything
+
+    found = {plan.table.name: plan.to_dict() for plan in everything.plans(request)}
+    if not quiet:
+        columns = [Column("table"), *map(number, ("models", "to train", "tokens to train on"))]
+        rows, new = [], dict[str, int]()
+        for name, plan in found.items():
+            missing = {model["name"]: model["tokens"] for model in plan["models"] if model["state"] != "trained"}
+            rows.append((name, str(len(plan["models"])), str(len(missing)), str(sum(missing.values()))))
+            new |= missing
+        caption = f"tables share models: {len(new)} are to be trained, on {sum(new.values())} tokens together"
+        console.print(new_table(f"all tables at the scale {request.preset}", columns, rows, caption))
+    return found
 
 
 def _print_reproduction(console: Console, plan: dict[str, Any]) -> None:

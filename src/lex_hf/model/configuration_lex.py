@@ -176,7 +176,7 @@ class LexConfig(PreTrainedConfig):
         return result
 
     @property
-    def base_model_tp_plan(self) -> dict[str, str]:  # type: ignore[override]
+    def base_model_tp_plan(self) -> dict[str, str]:
         """What transformers does to the modules of a [`LexModel`] in tensor parallel."""
         has_vectors = any(SCHEMES[name].count_vectors(self) for name in self.layer_schemes)
         return _TP_PLAN | (_TP_PLAN_OF_VECTORS if has_vectors else {})

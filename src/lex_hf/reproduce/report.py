@@ -42,7 +42,7 @@ def render(record: Mapping[str, Any]) -> str:
     """Render the report as Markdown."""
     blocks = [*_introduction(record)]
     for name, result in record["results"].items():
-        blocks += [f"## {_heading_of(name, result)}", *_results(record, name, result)]
+        blocks += [f"## {heading_of(name, result)}", *_results(record, name, result)]
     blocks += ["## How it was made", *making(record)]
     return "\n\n".join(blocks) + "\n"
 
@@ -60,16 +60,17 @@ def _introduction(record: Mapping[str, Any]) -> Iterator[str]:
         yield f"On the printed figures: {paper['note']}"
 
 
-def _heading_of(name: str, result: Mapping[str, Any]) -> str:
+def heading_of(name: str, result: Mapping[str, Any]) -> str:
+    """Return the heading of what was measured on some texts."""
     title = name[:1].upper() + name[1:]
     return title if result["corpus"] is None else f"{title}, beside {result['corpus']}"
 
 
 def _results(record: Mapping[str, Any], name: str, result: Mapping[str, Any]) -> Iterator[str]:
     yield _summary(result["statements"])
-    yield _comparison_table(record, result)
+    yield comparison_table(record, result)
     yield _legend(record)
-    yield from (f"![{_heading_of(name, result)}]({file})" for file in _picture_names(record, name))
+    yield from (f"![{heading_of(name, result)}]({file})" for file in picture_names(record, name))
     yield "### Where it agrees with the paper, and where not"
     claims = [each for each in result["statements"] if each["kind"] == "claim"]
     numbers = [each for each in result["statements"] if each["kind"] != "claim"]
@@ -92,18 +93,19 @@ def _summary(statements: Sequence[Mapping[str, Any]]) -> str:
         if kind != "claim":
             verdicts = [part["verdict"] for each in chosen for part in each["parts"]]
         if verdicts:
-            lines.append(f"- {len(verdicts)} {what}: {_counted(verdicts)}")
+            lines.append(f"- {len(verdicts)} {what}: {counted(verdicts)}")
     return "\n".join(lines)
 
 
-def _counted(verdicts: Sequence[str]) -> str:
+def counted(verdicts: Sequence[str]) -> str:
+    """Return how often each verdict is among these, in words."""
     words = {"agrees": "agree", "disagrees": "disagree"}
     order = ("agrees", "disagrees", "not significant", "not tested")
     counts = {verdict: sum(each == verdict for each in verdicts) for verdict in order}
     return ", ".join(f"{count} {words.get(verdict, verdict)}" for verdict, count in counts.items() if count)
 
 
-def _comparison_table(record: Mapping[str, Any], result: Mapping[str, Any]) -> str:
+def comparison_table(record: Mapping[str, Any], result: Mapping[str, Any]) -> str:
     """Return a table with our row of each system, and under it the printed one."""
     printed = record["published"]["printed"].get(result["corpus"], {})
     rows = []
@@ -184,29 +186,31 @@ def _legend(record: Mapping[str, Any]) -> str:
 
 
 def _sentence(record: Mapping[str, Any], statement: Mapping[str, Any]) -> str:
-    text = _with_lengths(record, statement["text"])
+    text = with_lengths(record, statement["text"])
     parts = statement["parts"]
     if len(parts) == 1:
-        return f"- **{statement['verdict']}**: {text} ({_evidence(record, parts[0])})"
-    head = f"- **{statement['verdict']}**: {text}: {_counted([part['verdict'] for part in parts])}"
+        return f"- **{statement['verdict']}**: {text} ({evidence(record, parts[0])})"
+    head = f"- **{statement['verdict']}**: {text}: {counted([part['verdict'] for part in parts])}"
     # Of the printed numbers there are many pairs: evidence for those that disagree, names for those left open.
     shown = [part for part in parts if statement["kind"] == "claim" or part["verdict"] == "disagrees"]
-    lines = [f"  - {part['verdict']}: {_relation(record, part)} ({_evidence(record, part)})" for part in shown]
+    lines = [f"  - {part['verdict']}: {relation(record, part)} ({evidence(record, part)})" for part in shown]
     unclear = [part for part in parts if part not in shown and part["verdict"] != "agrees"]
     if unclear:
-        lines.append(f"  - left open: {'; '.join(_relation(record, part) for part in unclear)}")
+        lines.append(f"  - left open: {'; '.join(relation(record, part) for part in unclear)}")
     if len(lines) > _SHOWN_PARTS:
         lines = [*lines[:_SHOWN_PARTS], f"  - and {len(lines) - _SHOWN_PARTS} more, in {RECORD}"]
     return "\n".join([head, *lines])
 
 
-def _with_lengths(record: Mapping[str, Any], text: str) -> str:
+def with_lengths(record: Mapping[str, Any], text: str) -> str:
+    """Put the lengths of a record's scale in the place of those printed, which stand in braces."""
     for printed, length in record["lengths"].items():
         text = text.replace(f"{{{printed}}}", str(length))
     return text
 
 
-def _relation(record: Mapping[str, Any], part: Mapping[str, Any]) -> str:
+def relation(record: Mapping[str, Any], part: Mapping[str, Any]) -> str:
+    """Return in words what a part of a statement says."""
     left, right = (_place(record, part[side]) for side in ("left", "right"))
     return f"{left} {part['relation']} {right}"
 
@@ -218,7 +222,7 @@ def _place(record: Mapping[str, Any], place: Any) -> str:
     return f"{system} at {record['lengths'][column]}" if record["by_length"] else f"{system}, {column}"
 
 
-def _evidence(record: Mapping[str, Any], part: Mapping[str, Any]) -> str:
+def evidence(record: Mapping[str, Any], part: Mapping[str, Any]) -> str:
     """Return the difference with its interval, as a ratio of perplexities where they are, and the test."""
     if "difference" not in part:
         return str(part["reason"])
@@ -294,12 +298,13 @@ def pictures(record: Mapping[str, Any]) -> dict[str, Figure]:
     """Draw the pictures of a record; return them by file name."""
     found = {}
     for name, result in record["results"].items():
-        for file, systems in zip(_picture_names(record, name), _groups(record), strict=False):
+        for file, systems in zip(picture_names(record, name), _groups(record), strict=False):
             found[file] = _picture(record, name, result, systems)
     return found
 
 
-def _picture_names(record: Mapping[str, Any], name: str) -> list[str]:
+def picture_names(record: Mapping[str, Any], name: str) -> list[str]:
+    """Return the files of the pictures of what was measured on some texts."""
     stem = "".join(letter if letter.isalnum() else "-" for letter in name).strip("-") or "texts"
     groups = _groups(record)
     return [f"{stem}.png"] if len(groups) == 1 else [f"{stem}-{number}.png" for number in range(1, len(groups) + 1)]

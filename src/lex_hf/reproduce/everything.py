@@ -1,0 +1,62 @@
+"""Make all tables and figures of both papers, and a page about them."""
+
+from dataclasses import replace
+from typing import Any
+
+from accelerate import PartialState
+from rich.console import Console
+
+from lex_hf.evaluation.loading import find_device
+from lex_hf.records import check_file, write_text
+from lex_hf.reproduce import models, summary
+from lex_hf.reproduce.running import Plan, Request, run
+from lex_hf.reproduce.tables import TABLES
+
+ALL = "all"
+
+
+def plans(request: Request) -> list[Plan]:
+    """Plan all tables.
+
+    Args:
+        request: What to make, of whatever table.
+
+    Raises:
+        ValueError: If the request cannot be met for one of them.
+    """
+    if request.also:
+        raise ValueError(f"--also {request.also[0]} is for one table, not for all: give the table's name.")
+    return [Plan(replace(request, table=name)) for name in TABLES]
+
+
+def run_all(request: Request, *, console: Console) -> dict[str, dict[str, Any]]:
+    """Make all tables; models, which they share, and measurements that are there are not made again.
+
+    After each table, the page about those that are done is written to `summary.md` in the output folder.
+
+    Returns:
+        The record of each table, by its name.
+
+    Raises:
+        KeyboardInterrupt: If training was stopped; the same call resumes it.
+        ValueError: As [`run`], before any work.
+    """
+    planned, records, folders = plans(request), dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
+    find_device(request.device)
+    models.join_processes(request.output)
+    is_main = PartialState().is_main_process
+
+    def say(text: str) -> None:
+        if is_main:
+            console.print(text, soft_wrap=True, highlight=False)
+
+    if request.output.is_dir():
+        check_file(request.output / summary.SUMMARY, "--output:")
+    for plan in planned:
+        say(plan.table.name)
+        records[plan.table.name] = folders[plan.folder.name] = run(plan.request, console=console)
+        if is_main:
+            text = summary.render(folders, missing=len(planned) - len(folders))
+            write_text(request.output / summary.SUMMARY, text)
+    say(f"The page about all of them is {request.output / summary.SUMMARY}")
+    return records
