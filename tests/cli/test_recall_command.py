@@ -74,12 +74,13 @@ def test_ways_of_a_model_without_a_tokenizer(llama: Path) -> None:
 
 def test_layers_that_keep_full_attention(llama: Path) -> None:
     found = []
-    for layers in ((), ("--blockwise-layer", 0, "--blockwise-layer", 2), ("--blockwise-layer", 1)):
+    some = ("--blockwise-layer", 0, "--blockwise-layer", 2)
+    for layers in ((), some, (*some, "--yarn-factor", 4), ("--blockwise-layer", 1)):
         result = lex("recall", llama, llama / "ids.jsonl", *FEW, "--blockwise", "auto", *layers, "--json")
         assert result.exit_code == 0, result.output
         [numbers] = json.loads(result.stdout).values()
         found.append(numbers["points"][0]["margin"])
-    assert len(set(found)) == 3
+    assert len(set(found)) == 4
 
 
 def test_a_way_that_a_model_cannot_read_is_a_reason_in_the_table(model: Path) -> None:
@@ -95,6 +96,8 @@ def test_a_way_that_a_model_cannot_read_is_a_reason_in_the_table(model: Path) ->
         (["--way", "unchanged", "--attention-pattern", "full"], "give one kind"),
         (["--way", "unchanged", "--blockwise", "8"], "--blockwise 8: with --way"),
         (["--blockwise-layer", "1"], "--blockwise-layer 1: a layer reads in blocks with --blockwise only"),
+        (["--yarn-factor", "4"], "--yarn-factor 4: it is for layers that keep full attention"),
+        (["--blockwise", "8", "--yarn-factor", "4"], "--yarn-factor 4: it is for layers that keep full attention"),
         (["--sentence", "{key}"], "sentence = '{key}': it must have {key} once"),
         (["--distance", "3"], "distance = 3: the question and what ends a sentence have 24 tokens"),
         (["--candidates", "3", "--distance", "40"], "the values of all 4 pairs are among the candidates"),

@@ -219,6 +219,15 @@ def test_a_llama_reads_under_blockwise() -> None:
             4,
             {"blockwise": 64, "layers": [0, 2, 4, 6], "rope_parameters": yarn},
         ),
+        "Llama, blockwise, 1 full in 2, YaRN in these": (
+            4,
+            {"blockwise": 64, "layers": [0, 2, 4, 6], "yarn_factor": 32.0},
+        ),
+        "Llama, blockwise, 1 full in 4, from layer 1": (2, {"blockwise": 64, "layers": [0, 2, 3, 4, 6, 7]}),
+        "Llama, blockwise, 1 full in 4, from layer 1, YaRN in these": (
+            2,
+            {"blockwise": 64, "layers": [0, 2, 3, 4, 6, 7], "yarn_factor": 32.0},
+        ),
     }
     config = found["Llama, unchanged"].config(64, {"hidden_size": 64, "num_hidden_layers": 8})
     assert (config.model_type, config.max_position_embeddings, config.rope_parameters["rope_type"]) == (

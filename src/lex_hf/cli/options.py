@@ -34,16 +34,24 @@ def loading(
     blockwise: str | None,
     sinks: int,
     layers: list[int] | None = None,
+    yarn_factor: float | None = None,
 ) -> dict[str, Any]:
     """Return the options of `load_for_evaluation` that commands have.
 
     Raises:
-        ValueError: If `--blockwise` is neither 'auto' nor a number, or is missing where there are sinks or layers.
+        ValueError: If `--blockwise` is neither 'auto' nor a number, or is missing where there are options of blocks;
+            or `--yarn-factor` is given without layers that keep full attention.
     """
     if layers and blockwise is None:
         raise ValueError(f"--blockwise-layer {layers[0]}: a layer reads in blocks with --blockwise only; give it.")
+    if yarn_factor is not None and not layers:
+        raise ValueError(
+            f"--yarn-factor {yarn_factor:g}: it is for layers that keep full attention beside others that read in "
+            "blocks; give --blockwise, and --blockwise-layer for each of these."
+        )
     options: dict[str, Any] = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
-    return options | blocks(blockwise, sinks) | ({"layers": layers} if layers else {})
+    of_layers = {"layers": layers, "yarn_factor": yarn_factor} if layers else {}
+    return options | blocks(blockwise, sinks) | of_layers
 
 
 def blocks(text: str | None, sinks: int) -> dict[str, Any]:
@@ -132,6 +140,14 @@ BlockwiseLayers = Annotated[
         min=0,
         help="With --blockwise: a layer that reads in blocks, counted from 0; several times; the others keep full "
         "attention. All by default.",
+    ),
+]
+YarnFactor = Annotated[
+    float | None,
+    typer.Option(
+        min=1.0,
+        help="With --blockwise-layer: the longest text by the training length, by which YaRN scales the frequencies "
+        "of the layers that keep full attention. Not at all by default.",
     ),
 ]
 Trust = Annotated[bool, typer.Option(help="Let code that comes with the model run.")]

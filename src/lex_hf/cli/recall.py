@@ -50,6 +50,7 @@ def recall(
     blockwise: options.Blockwise = None,
     sinks: options.Sinks = 0,
     blockwise_layer: options.BlockwiseLayers = None,
+    yarn_factor: options.YarnFactor = None,
     device: options.Device = None,
     dtype: options.Dtype = None,
     trust_remote_code: options.Trust = False,
@@ -78,7 +79,7 @@ def recall(
             raise ValueError(
                 f"--blockwise {blockwise}: with --way, blocks are a way of their own; give --way blockwise."
             )
-        loading = options.loading(device, dtype, trust_remote_code, blockwise, sinks, blockwise_layer)
+        loading = options.loading(device, dtype, trust_remote_code, blockwise, sinks, blockwise_layer, yarn_factor)
         asked = SENTENCE if sentence is None else options.typed(sentence, "--sentence")
         load = loader(
             model,

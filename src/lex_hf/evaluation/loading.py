@@ -35,6 +35,7 @@ def load_for_evaluation(
     blockwise: int | Literal["auto"] | None = None,
     sinks: int = 0,
     layers: Collection[int] | None = None,
+    yarn_factor: float | None = None,
     **model_kwargs: Any,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a causal language model, with all of its weights, and its tokenizer with the Auto classes.
@@ -48,6 +49,7 @@ def load_for_evaluation(
             `"auto"` takes it from the configuration, `None` leaves the model as it is. See [`lex_hf.blockwise`].
         sinks: Tokens at the start of a text that a model that reads in blocks sees from everywhere.
         layers: Layers that a model that reads in blocks reads so; all with full attention by default.
+        yarn_factor: By which YaRN scales the frequencies of its layers that keep full attention; see there.
         **model_kwargs: Passed to `AutoModelForCausalLM.from_pretrained`, e.g. `attention_pattern="full"`.
 
     Returns:
@@ -56,13 +58,13 @@ def load_for_evaluation(
     Raises:
         ValueError: If there is no such model or tokenizer, it cannot be read, its weights are not those of the
             model (see [`load_whole`]), the device or the dtype is unknown, the model cannot be made blockwise, or
-            there are sinks or layers and no blocks.
+            there are options of blocks and no blocks.
     """
-    _check_blocks(blockwise, sinks, layers)
+    blocks = _blocks(blockwise, sinks=sinks, layers=layers, yarn_factor=yarn_factor)
     placement = _placement(device, dtype)
     tokenizer = _load_tokenizer(model_id, trust_remote_code, model_kwargs)
     model = _load_model(model_id, placement, dtype, trust_remote_code, model_kwargs)
-    return _in_blocks(model, blockwise, sinks, layers), tokenizer
+    return _in_blocks(model, blockwise, blocks), tokenizer
 
 
 def load_without_tokenizer(
@@ -74,26 +76,27 @@ def load_without_tokenizer(
     blockwise: int | Literal["auto"] | None = None,
     sinks: int = 0,
     layers: Collection[int] | None = None,
+    yarn_factor: float | None = None,
     **model_kwargs: Any,
 ) -> PreTrainedModel:
     """Load a model as [`load_for_evaluation`] does, for texts that are token ids already."""
-    _check_blocks(blockwise, sinks, layers)
+    blocks = _blocks(blockwise, sinks=sinks, layers=layers, yarn_factor=yarn_factor)
     model = _load_model(model_id, _placement(device, dtype), dtype, trust_remote_code, model_kwargs)
-    return _in_blocks(model, blockwise, sinks, layers)
+    return _in_blocks(model, blockwise, blocks)
 
 
-def _check_blocks(blockwise: int | str | None, sinks: int, layers: Collection[int] | None) -> None:
-    """Refuse options of blocks where there are none."""
-    for name, value in {"sinks": sinks, "layers": layers}.items() if blockwise is None else ():
-        if value:
-            raise ValueError(f"{name} = {value}: only a model that reads in blocks has {name}; give blockwise too.")
+def _blocks(blockwise: int | str | None, **options: Any) -> dict[str, Any]:
+    """Return the options of blocks that are given; refuse them where there are no blocks."""
+    given = {name: value for name, value in options.items() if value}
+    if blockwise is None and given:
+        name, value = next(iter(given.items()))
+        raise ValueError(f"{name} = {value}: only a model that reads in blocks has {name}; give blockwise too.")
+    return given
 
 
-def _in_blocks(
-    model: PreTrainedModel, blockwise: int | str | None, sinks: int, layers: Collection[int] | None
-) -> PreTrainedModel:
+def _in_blocks(model: PreTrainedModel, blockwise: int | str | None, options: dict[str, Any]) -> PreTrainedModel:
     if blockwise is not None:
-        read_in_blocks(model, None if isinstance(blockwise, str) else blockwise, sinks=sinks, layers=layers)
+        read_in_blocks(model, None if isinstance(blockwise, str) else blockwise, **options)
     return model
 
 

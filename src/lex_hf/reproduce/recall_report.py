@@ -81,8 +81,9 @@ def _introduction(record: Mapping[str, Any]) -> Iterator[str]:
         f"{UNDER_BLOCKWISE}: a Llama of transformers, of as many layers and about as many parameters, trained on the "
         "same texts with full attention, and read unchanged and under `lex_hf.blockwise` with blocks of l/2: in all "
         "layers, and with `layers=`, which leaves one layer in 4 or in 2 with full attention, the same ones as in the "
-        "hybrids. Unlike those, it was trained without blocks. YaRN is in all layers, with the factor of the longest "
-        "text."
+        "hybrids, or one in 4 from layer 1 on: with one full layer at a time, this one looked back. Unlike "
+        "hybrids, it was trained without blocks. YaRN has the factor of the longest text, and is in all layers, or "
+        "with `yarn_factor=` in those with full attention alone."
     )
 
 

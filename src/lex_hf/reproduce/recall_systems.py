@@ -119,10 +119,12 @@ def _controls(length: int) -> list[RecallSystem]:
 def _under_blockwise(length: int) -> list[RecallSystem]:
     """A Llama, trained as it is, and read with full attention, in blocks of l/2, or with both.
 
-    Full layers meet distances that they were not trained with, so some readings have YaRN, which transformers puts
-    into all layers.
+    Full layers meet distances that they were not trained with, so some readings have YaRN: in all layers, as
+    transformers has it, or in these alone. Training decides which layer looks back. With one full layer at a time, it
+    was layer 1, which is none of the full layers of a hybrid with one in four; so these are tried from there on, too.
     """
     every_second = {"blockwise": length, "layers": bounded_layers(2)}
+    from_layer_1 = {"blockwise": length, "layers": [index for index in range(LAYERS) if index % 4 != 1]}
     yarn = {
         "rope_type": "yarn",
         "rope_theta": LlamaConfig().rope_parameters["rope_theta"],
@@ -136,6 +138,9 @@ def _under_blockwise(length: int) -> list[RecallSystem]:
         "blockwise, 1 full in 4": {"blockwise": length, "layers": bounded_layers(4)},
         "blockwise, 1 full in 2": every_second,
         "blockwise, 1 full in 2, YaRN": {**every_second, "rope_parameters": yarn},
+        "blockwise, 1 full in 2, YaRN in these": {**every_second, "yarn_factor": float(_YARN)},
+        "blockwise, 1 full in 4, from layer 1": from_layer_1,
+        "blockwise, 1 full in 4, from layer 1, YaRN in these": {**from_layer_1, "yarn_factor": float(_YARN)},
     }
     return [
         RecallSystem(f"Llama, {name}", UNDER_BLOCKWISE, {}, reading, kind=LLAMA) for name, reading in readings.items()

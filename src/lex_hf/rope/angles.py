@@ -4,6 +4,9 @@ Models compute angles in float32, where those of position 10^6 have lost their f
 with the length of the text. Of both, a model that reads in blocks needs nothing: tokens that meet are less than the
 training length apart. So a hook shows the module that computes angles a position within the training length, and
 computes the angles of the true positions in float64, from the frequencies and in the layout of the module.
+
+Where layers keep full attention, their angles may have frequencies of their own: those of another module, which is the
+first one scaled. They travel with the others, and hooks of these layers take them.
 """
 
 import inspect
@@ -18,6 +21,7 @@ from lex_hf.rope.per_thread import PerThread
 
 _PROBED = 16  # positions at which a layout is recognised
 _TOLERANCE = 1e-5
+_ARGUMENT = "position_embeddings"  # of layers, by which transformers hands them angles
 
 
 def _halves(angles: torch.Tensor) -> torch.Tensor:
@@ -57,20 +61,29 @@ class _Formula:
         )
 
 
+class _Angles(tuple[torch.Tensor, torch.Tensor]):
+    """Cosines and sines, with those of layers that keep full attention."""
+
+    far: tuple[torch.Tensor, torch.Tensor]
+
+
 class ExactAngles:
     """Hooks of a module that computes angles.
 
     Args:
         module: The module, which has buffers of frequencies.
         length: Training length in tokens.
+        far: The same module with the frequencies of layers that keep full attention; `None` if they have no others.
     """
 
-    def __init__(self, module: nn.Module, length: int) -> None:
-        self.length = length
+    def __init__(self, module: nn.Module, length: int, far: nn.Module | None = None) -> None:
+        self.length, self.far = length, far
         self.signature = inspect.signature(module.forward)
         self._positions: PerThread[torch.Tensor] = PerThread()  # of the call that is going on
         self.formulas: dict[Any, _Formula] = {}
+        self.far_formulas: dict[Any, _Formula] = {}
         self.is_learning = True  # of the formulas, while a model is examined
+        self.takes_near = False  # whether layers that keep full attention get the angles of the others
         self._hooks: list[Any] = []
         self._hooks = [
             module.register_forward_pre_hook(self._show_near, with_kwargs=True),
@@ -104,8 +117,35 @@ class ExactAngles:
         states, *_ = self.signature.parameters  # of which only dtype and device count
         key = tuple(sorted((name, value) for name, value in kwargs.items() if name not in (states, "position_ids")))
         if self.is_learning and key not in self.formulas:
-            self.formulas[key] = _recognise(module, {**kwargs, states: kwargs[states].float()}, self.length)
-        return self.formulas[key].compute(module, positions, output)
+            exact = {**kwargs, states: kwargs[states].float()}
+            self.formulas[key] = _recognise(module, exact, self.length)
+            if self.far is not None:
+                self.far_formulas[key] = _recognise(self.far, exact, self.length)
+        angles = self.formulas[key].compute(module, positions, output)
+        if self.far is None:
+            return angles
+        if isinstance(angles, torch.Tensor):
+            raise ValueError(
+                f"{type(module).__name__} cannot be made blockwise with a yarn_factor: its angles are complex numbers."
+            )
+        angles = _Angles(angles)
+        angles.far = angles if self.takes_near else self.far_formulas[key].compute(self.far, positions, output)
+        return angles
+
+
+def give_far_angles(layer: nn.Module) -> Any:
+    """Let a layer take the angles of those that keep full attention; return the handle of the hook."""
+
+    def take(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        angles = kwargs.get(_ARGUMENT)
+        if not isinstance(angles, _Angles):
+            raise ValueError(
+                f"{type(module).__name__} cannot be made blockwise with a yarn_factor: it does not take the angles as "
+                f"{_ARGUMENT}, so they cannot be others in some layers."
+            )
+        return args, {**kwargs, _ARGUMENT: angles.far}
+
+    return layer.register_forward_pre_hook(take, with_kwargs=True)
 
 
 def modules_with_angles(decoder: nn.Module) -> list[nn.Module]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import math
 from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any, TypeVar
@@ -17,8 +18,9 @@ from lex_hf.model.generation_lex import LexGenerationMixin
 from lex_hf.model.masking_lex import BlockwisePattern
 from lex_hf.rope import probe
 from lex_hf.rope import turns as turning
-from lex_hf.rope.angles import ExactAngles, modules_with_angles
+from lex_hf.rope.angles import ExactAngles, give_far_angles, modules_with_angles
 from lex_hf.rope.reader import ModelFunction, Reader
+from lex_hf.rope.scaling import scaled
 
 logger = logging.get_logger(__name__)
 
@@ -36,7 +38,12 @@ _Model = TypeVar("_Model", bound=PreTrainedModel)
 
 
 def blockwise(
-    model: _Model, training_length: int | None = None, *, sinks: int = 0, layers: Collection[int] | None = None
+    model: _Model,
+    training_length: int | None = None,
+    *,
+    sinks: int = 0,
+    layers: Collection[int] | None = None,
+    yarn_factor: float | None = None,
 ) -> _Model:
     """Let a model read and write texts of any length, in constant memory, without training.
 
@@ -59,6 +66,9 @@ def blockwise(
             there is nothing to look at.
         layers: Indices of the layers that read in blocks, of those with full attention; all of them by default. Others
             keep full attention, and memory grows with them.
+        yarn_factor: Length of the longest text by the training length: YaRN (arXiv 2309.00071, §3) scales the
+            frequencies of layers that keep full attention by it, so that distances beyond the training length are not
+            new to them; those that read in blocks need it not. `None` scales nothing.
 
     Returns:
         The model.
@@ -90,17 +100,26 @@ def blockwise(
         problem = probe.check_cache(model, chosen)
     if problem is not None:
         raise ValueError(f"{type(model).__name__} cannot be made blockwise: {problem}.")
-    angles = [ExactAngles(module, length) for module in modules_with_angles(decoder)]
+    kept = [index for index in full if index not in chosen]
+    far = _far_modules(model, decoder, kept, length, yarn_factor)
+    hooks: list[Any] = [
+        ExactAngles(module, length, scaled) for module, scaled in zip(modules_with_angles(decoder), far, strict=True)
+    ]
     try:
+        if yarn_factor is not None:
+            hooks += [give_far_angles(layer) for layer in _layers_around(decoder, seen.modules, kept)]
+            with _refused(model, "reading a few tokens with scaled frequencies failed"):
+                _check_far_angles(model, hooks, yarn_factor)
         with _refused(model, "reading a few tokens in blocks failed"):
             _try(model, decoder, chosen, seen.windows, length, function)
             turns = turning.recognise(model, decoder, chosen, function.of) if sinks else {}
     except BaseException:
-        for each in angles:
+        for each in hooks:
             each.remove()
         raise
-    for each in angles:
-        each.is_learning = False
+    for each in hooks:
+        if isinstance(each, ExactAngles):
+            each.is_learning = False
     reader = Reader(decoder, pattern, chosen, seen.windows, length, config._attn_implementation, turns)
     reader.install(decoder)
     config._attn_implementation_internal = reader.name
@@ -109,7 +128,7 @@ def blockwise(
     model._prepare_cache_for_generation = partial(reader.prepare_cache, model, prepare)
     for name in _BATCHING:
         setattr(model, name, partial(getattr(LexGenerationMixin, name), model))
-    setattr(decoder, _ATTRIBUTE, (reader, angles))
+    setattr(decoder, _ATTRIBUTE, (reader, hooks))
     return model
 
 
@@ -122,8 +141,8 @@ def restore(model: _Model) -> _Model:
     decoder = _find(model)
     if decoder is None:
         raise ValueError(f"This {type(model).__name__} is not blockwise: there is nothing to restore.")
-    reader, angles = getattr(decoder, _ATTRIBUTE)
-    for each in (reader, *angles):
+    reader, hooks = getattr(decoder, _ATTRIBUTE)
+    for each in (reader, *hooks):
         each.remove()
     decoder.config._attn_implementation_internal = reader.implementation
     for module in model.modules():  # the model itself, or one that it wraps
@@ -292,6 +311,55 @@ def _chosen_layers(model: PreTrainedModel, full: Collection[int], layers: Collec
     if unknown or not layers:
         raise ValueError(f"layers = {sorted(layers)}: those with full attention are {sorted(full)}; choose of these.")
     return sorted(layers)
+
+
+def _far_modules(
+    model: PreTrainedModel, decoder: nn.Module, kept: Collection[int], length: int, factor: float | None
+) -> list[nn.Module | None]:
+    """Return for each module with angles the scaled one, for layers that keep full attention; `None` if they do not.
+
+    Raises:
+        ValueError: If the factor is impossible, no layer keeps full attention, or frequencies cannot be scaled.
+    """
+    if factor is None:
+        return [None] * len(modules_with_angles(decoder))
+    if isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 <= factor < math.inf:
+        raise ValueError(
+            f"yarn_factor = {factor!r}: it must be at least 1, the longest text by the training length, e.g. 16.0."
+        )
+    if not kept:
+        raise ValueError(
+            f"yarn_factor = {factor!r} is for layers that keep full attention, and all read in blocks: give as layers "
+            "those that do."
+        )
+    path = next(name for name, module in model.named_modules() if module is decoder)
+    other = scaled(model, "yarn", float(factor), length).get_submodule(path)
+    return list(modules_with_angles(other))
+
+
+def _check_far_angles(model: PreTrainedModel, hooks: Collection[Any], factor: float) -> None:
+    """Refuse a factor without effect, as in models whose full layers have no positions."""
+    exact = [each for each in hooks if isinstance(each, ExactAngles)]
+    ids, logits = probe.tokens(model, _CHECKED_TOKENS), []
+    with torch.no_grad(), probe.evaluating(model):
+        for takes_near in (False, True):
+            for each in exact:
+                each.takes_near = takes_near
+            logits.append(model(input_ids=ids, use_cache=False).logits)
+    for each in exact:
+        each.takes_near = False
+    if factor > 1 and torch.equal(*logits):
+        raise ValueError(
+            f"{type(model).__name__} cannot be made blockwise with yarn_factor = {factor!r}: it changes nothing, as "
+            "the layers that keep full attention have no rotary positions. They need no factor; leave it out."
+        )
+
+
+def _layers_around(decoder: nn.Module, modules: Collection[nn.Module], chosen: Collection[int]) -> list[nn.Module]:
+    """Return the layers of the decoder that attention modules with these indices are in."""
+    wanted = {module for module in modules if module.layer_idx in chosen}
+    lists = [module for module in decoder.modules() if isinstance(module, nn.ModuleList)]
+    return [layer for each in lists for layer in each if wanted & set(layer.modules())]
 
 
 def _decoder(model: PreTrainedModel, attention: nn.Module) -> Any:
