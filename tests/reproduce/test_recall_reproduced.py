@@ -207,7 +207,7 @@ def test_what_controls_are() -> None:
 
 
 def test_a_llama_reads_under_blockwise() -> None:
-    found = {system.name: system for system in EVERY if system.group == recall_systems.UNDER_BLOCKWISE}
+    found = {system.name: system for system in EVERY if system.kind == recall_systems.LLAMA}
     yarn = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 32.0, "original_max_position_embeddings": 64}
     assert {name: (system.full_layers(), dict(system.reading)) for name, system in found.items()} == {
         "Llama, unchanged": (8, {}),
@@ -284,7 +284,7 @@ def test_the_study_leaves_record_report_and_pictures(made: tuple[Path, dict[str,
         assert report.count(f"| {name} |") >= 4
     for heading in ("## Recall", "## Perplexity", "## Costs", "## What was asked of a hybrid", "## How it was made"):
         assert heading in report
-    assert "Llama, RoPE, under blockwise: a Llama of transformers" in report
+    assert "Llama is that of transformers" in report
 
 
 def test_caches_are_those_of_the_layers(made: tuple[Path, dict[str, Any]]) -> None:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
 from lex_hf.evaluation import plots
 
@@ -73,38 +74,60 @@ def plot_recall(results: Mapping[str, RecallCurve], *, title: str) -> Figure:
     return figure
 
 
-def plot_shares(
-    panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]], length: int, *, title: str
+def plot_panels(
+    panels: Mapping[str, Mapping[str, Mapping[int, Sequence[float]]]],
+    length: int,
+    *,
+    title: str,
+    xlabel: str,
+    are_shares: bool,
 ) -> Figure:
-    """Draw shares by distance for many systems: means over seeds as lines, and each seed as a dot.
+    """Draw what was measured of many systems, by distance or length: means over seeds as lines, each seed as a dot.
 
     Args:
-        panels: By panel, system and distance in tokens, a share for each seed; none where it could not be read.
+        panels: By panel, system and place in tokens, a number for each seed; none where it could not be read.
         length: Training length in tokens, marked by a line.
-        title: Title; say what the shares are of.
+        title: Title; say what the numbers are.
+        xlabel: What the places are.
+        are_shares: Whether the numbers lie between 0 and 1. Else their axis is logarithmic, and ends above what is
+            highest at the first place, so that what breaks leaves the picture.
     """
     columns = min(len(panels), _PANELS_IN_A_ROW)
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.6 * columns, 3.6 * rows), layout="constrained")
+    figure = Figure(figsize=(3.6 * columns, 3.4 * rows), layout="constrained")
     figure.suptitle(title, parse_math=False)
     every = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, (name, curves) in zip(every, panels.items(), strict=False):
         for (system, curve), style in zip(curves.items(), cycle(plots.STYLES), strict=False):
-            known = {distance: shares for distance, shares in curve.items() if shares}
-            means = [fmean(shares) for shares in known.values()]
+            known = {place: numbers for place, numbers in curve.items() if numbers}
+            means = [fmean(numbers) for numbers in known.values()]
             axes.plot(list(known), means, label=system, markersize=5, **style)
-            for distance, shares in known.items():
-                axes.plot([distance] * len(shares), shares, ".", color=style["color"], alpha=0.4, markersize=4)
+            for place, numbers in known.items():
+                axes.plot([place] * len(numbers), numbers, ".", color=style["color"], alpha=0.4, markersize=4)
         axes.axvline(length, color="0.4", linewidth=1, linestyle=":", zorder=1)
         axes.set_xscale("log", base=2)
-        axes.set(title=name, ylim=(-0.03, 1.03))
-        axes.title.set(parse_math=False, fontsize="medium", wrap=True)
+        axes.set_title(name, parse_math=False, fontsize="medium", wrap=True)
         axes.grid(visible=True, color="0.92")
         axes.legend(loc="best", fontsize="x-small", frameon=False)
-    for axes in every[len(panels) :]:
-        axes.set_visible(False)
-    figure.supxlabel(f"Distance (tokens); dotted: the training length, {length}")
+    _number_axis(every[0], [curve for curves in panels.values() for curve in curves.values()], are_shares)
+    for place, axes in enumerate(every):
+        axes.set_visible(place < len(panels))
+        axes.tick_params(labelbottom=place + columns >= len(panels))
+    figure.supxlabel(f"{xlabel}; dotted: the training length, {length}")
     return figure
+
+
+def _number_axis(axes: Axes, curves: Sequence[Mapping[int, Sequence[float]]], are_shares: bool) -> None:
+    """Set the vertical axis, which all panels share."""
+    if are_shares:
+        axes.set(ylim=(-0.03, 1.03))
+        return
+    first = [max(numbers) for curve in curves for place, numbers in curve.items() if numbers and place == min(curve)]
+    lowest = min(min(numbers) for curve in curves for numbers in curve.values() if numbers)
+    axes.set(yscale="log", ylim=(lowest / 1.05, 1.1 * max(first)))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
+    axes.yaxis.set_major_formatter(ScalarFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _draw(axes: Axes, results: Mapping[str, RecallCurve], measure: str) -> None:

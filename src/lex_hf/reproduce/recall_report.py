@@ -1,6 +1,5 @@
 """The record of the study of recall as a report: text and pictures, from the record alone."""
 
-import math
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,9 +12,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from lex_hf.evaluation import plots
-from lex_hf.evaluation.recall_plot import plot_shares
-from lex_hf.reproduce.recall_systems import LAYERS, UNDER_BLOCKWISE
+from lex_hf.evaluation.recall_plot import plot_panels
+from lex_hf.reproduce.recall_systems import LAYERS
 from lex_hf.reproduce.report import RECORD, REPORT, making, markdown_table, write_files
 from lex_hf.reproduce.statements import Cell
 
@@ -78,7 +76,7 @@ def _introduction(record: Mapping[str, Any]) -> Iterator[str]:
         "causal attention; only their reading differs."
     )
     yield (
-        f"{UNDER_BLOCKWISE}: a Llama of transformers, of as many layers and about as many parameters, trained on the "
+        "Llama is that of transformers, of as many layers and about as many parameters, trained on the "
         "same texts with full attention, and read unchanged and under `lex_hf.blockwise` with blocks of l/2: in all "
         "layers, and with `layers=`, which leaves one layer in 4 or in 2 with full attention, the same ones as in the "
         "hybrids, or one in 4 from layer 1 on: with one full layer at a time, this one looked back. Unlike "
@@ -232,11 +230,20 @@ def pictures(record: Mapping[str, Any]) -> dict[str, Figure]:
     if _asks(record):
         asked = [point["distance"] for point in record["systems"][0]["recall"][0]["points"]]
         shares = _by_group(record, lambda system: {each: _shares(system, "exact_match", each) for each in asked})
-        found[RECALL] = plot_shares(shares, length, title=f"{title}: share of values that are recalled")
+        found[RECALL] = plot_panels(
+            shares,
+            length,
+            title=f"{title}: share of values that are recalled",
+            xlabel=f"Distance in {record['unit']}",
+            are_shares=True,
+        )
     for number, test in enumerate(_tests(record)):
-        curves = _by_group(record, partial(_means, _lengths(record), test))
+        curves = _by_group(record, partial(_by_length, _lengths(record), test))
         name = PERPLEXITY if number == 0 else PERPLEXITY.replace(".", f"-{number + 1}.")
-        found[name] = plots.perplexity_by_scheme(curves, length, title=f"{title}: {test}", legend_columns=3)
+        xlabel = f"Length of the text in {record['unit']}"
+        found[name] = plot_panels(
+            curves, length, title=f"{title}: perplexity, {test}", xlabel=xlabel, are_shares=False
+        )
     return found
 
 
@@ -247,6 +254,5 @@ def _by_group(record: Mapping[str, Any], curve: Callable[[System], Any]) -> dict
     return groups
 
 
-def _means(lengths: Sequence[int], test: str, system: System) -> dict[int, float]:
-    found = {length: _perplexities(system, test, length) for length in lengths}
-    return {length: fmean(values) if values else math.nan for length, values in found.items()}
+def _by_length(lengths: Sequence[int], test: str, system: System) -> dict[int, list[float]]:
+    return {length: _perplexities(system, test, length) for length in lengths}

@@ -12,7 +12,6 @@ LAYERS = 8
 SHARES = (2, 4, 8)  # of a hybrid, one layer in so many has full attention
 LEX, LLAMA = "lex", "llama"  # kinds of models in transformers
 _YARN = 32  # factor: the longest text by l
-UNDER_BLOCKWISE = "Llama, RoPE, under blockwise"
 _NAMES = {"xpos": "xPos", "rope": "RoPE", "alibi": "ALiBi", "none": "no positions"}
 
 
@@ -143,8 +142,16 @@ def _under_blockwise(length: int) -> list[RecallSystem]:
         "blockwise, 1 full in 4, from layer 1, YaRN in these": {**from_layer_1, "yarn_factor": float(_YARN)},
     }
     return [
-        RecallSystem(f"Llama, {name}", UNDER_BLOCKWISE, {}, reading, kind=LLAMA) for name, reading in readings.items()
+        RecallSystem(f"Llama, {name}", _group_of(reading), {}, reading, kind=LLAMA)
+        for name, reading in readings.items()
     ]
+
+
+def _group_of(reading: Mapping[str, Any]) -> str:
+    if "layers" not in reading:
+        return "a Llama, the same in all layers"
+    scaled = {"yarn_factor", "rope_parameters"} & set(reading)
+    return "a Llama, blocks and full layers" + (", YaRN" if scaled else "")
 
 
 def bounded_layers(share: int) -> list[int]:
