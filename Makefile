@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test floor-test docs-test lint hf-tests client-tests ray-tests benchmark notebooks dist clean
+.PHONY: demo test floor-test docs docs-test lint hf-tests client-tests ray-tests benchmark notebooks dist clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -43,6 +43,16 @@ $(FLOOR)/.installed: pyproject.toml constraints-floor.txt
 floor-test: $(FLOOR)/.installed ## tests of all but the Hub, the papers and the command line, with the oldest versions that are allowed; downloads PyTorch
 	$(FLOOR)/bin/python -m pytest -W default --numprocesses logical --maxprocesses 8 --dist loadfile $(CORE)
 
+# An environment of its own, without PyTorch: docstrings are read, not run.
+SITE := $(VENV)-docs
+$(SITE)/.installed: constraints.txt
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --constraint constraints.txt mkdocs-material 'mkdocstrings[python]' ruff
+	touch $@
+
+docs: $(SITE)/.installed ## the documentation as a site, in build/site; broken links and unknown names fail
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet
+
 docs-test: $(VENV)/.installed-dev ## run README's code and all notebooks, in build/notebooks; ten minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,notebooks]'
 	$(BIN)/python -m pytest tests/test_readme.py tests/test_notebooks.py tests/hub/test_zoo.py
@@ -80,4 +90,4 @@ dist: | $(BIN)/python ## the source distribution and the wheel of the last commi
 	@git diff --quiet HEAD || echo 'Changes that are not committed are not in it.'
 
 clean:
-	rm -rf $(VENV) $(FLOOR) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FLOOR) $(SITE) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -139,7 +139,6 @@ TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("README.md", "short", short),
     ("docs/recall.md", "long", long),
     ("docs/recall.md", "price", price),
-    ("docs/recall.md", "books", books),
 ]
 
 

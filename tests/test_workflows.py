@@ -14,6 +14,11 @@ import lex_hf
 
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").iterdir())
+# Of each workflow that publishes: the job that does, its permissions besides its identity, and its environment.
+PUBLISHING: dict[str, tuple[str, dict[str, str], str]] = {
+    "publish.yml": ("publish", {}, "pypi"),
+    "site.yml": ("deploy", {"pages": "write"}, "github-pages"),
+}
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
@@ -37,11 +42,14 @@ def made(script: str) -> Iterator[str]:
 
 
 def test_they_are_all_here() -> None:
-    assert [path.name for path in WORKFLOWS] == ["publish.yml", "tests.yml"]
+    assert [path.name for path in WORKFLOWS] == ["publish.yml", "site.yml", "tests.yml"]
     assert list(jobs(ROOT / ".github/workflows/publish.yml")) == ["build", "publish"]
 
 
-@pytest.mark.parametrize(("name", "targets"), [("publish.yml", {"dist"}), ("tests.yml", {"test", "floor-test"})])
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [("publish.yml", {"dist"}), ("site.yml", {"docs"}), ("tests.yml", {"test", "floor-test"})],
+)
 def test_make_has_the_targets_that_they_call(name: str, targets: set[str]) -> None:
     path = ROOT / ".github/workflows" / name
     variants = [
@@ -62,17 +70,19 @@ def test_targets_are_phony() -> None:
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
 def test_permissions(path: Path) -> None:
-    """Jobs read the repository; the one that publishes shows its identity, and runs no code of the repository."""
+    """Jobs read the repository; those that publish show their identity, and run no code of the repository."""
     workflow = yaml.safe_load(path.read_text(encoding="utf-8"))
     given = {name: job.get("permissions", workflow["permissions"]) for name, job in workflow["jobs"].items()}
     assert workflow["permissions"] in ({}, {"contents": "read"})
     identity = [name for name, permissions in given.items() if "id-token" in permissions]
-    assert identity == (["publish"] if path.name == "publish.yml" else [])
+    assert identity == [PUBLISHING[path.name][0]] if path.name in PUBLISHING else not identity
     assert all(permissions == {"contents": "read"} for name, permissions in given.items() if name not in identity)
     for name in identity:
         job = workflow["jobs"][name]
-        assert (given[name], job["environment"], job["needs"]) == ({"id-token": "write"}, "pypi", "build")
-        assert [set(step) - {"uses", "with"} for step in job["steps"]] == [set(), set()]
+        _, further, environment = PUBLISHING[path.name]
+        assert (given[name], job["needs"]) == ({**further, "id-token": "write"}, "build")
+        assert job["environment"] == environment or job["environment"]["name"] == environment
+        assert all(set(step) <= {"uses", "with", "id"} and "uses" in step for step in job["steps"])
         assert not any("checkout" in step["uses"] for step in job["steps"])
 
 
