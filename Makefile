@@ -51,7 +51,7 @@ $(SITE)/.installed: constraints.txt
 	touch $@
 
 docs: $(SITE)/.installed ## the documentation as a site, in build/site; broken links and unknown names fail
-	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 
 docs-test: $(VENV)/.installed-dev ## run README's code and all notebooks, in build/notebooks; ten minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,notebooks]'
