@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from lex_hf import blockwise, restore
 from lex_hf.evaluation.loading import load_for_evaluation
+from lex_hf.evaluation.resume import model_fingerprint
 from lex_hf.rope.blockwise import reader_of
 from lex_hf.rope.scaling import scaled
 
@@ -119,6 +120,20 @@ def test_restoring_and_copies() -> None:
     assert torch.equal(model(ids).logits, before)
     assert torch.equal(other(ids).logits, far)
     assert not torch.equal(far, before)
+
+
+def test_records_tell_ways_to_read_apart() -> None:
+    ways: list[dict[str, Any]] = [
+        {},
+        {"layers": [0]},
+        {"layers": [0, 2]},
+        {"layers": [0, 2], "sinks": 1},
+        {"layers": [0, 2], "yarn_factor": 2},
+        {"layers": [0, 2], "yarn_factor": 4},
+    ]
+    found = [model_fingerprint(blockwise(rope_model(), **way)) for way in ways]
+    assert len({model_fingerprint(rope_model()), *found}) == len(ways) + 1
+    assert found[-1] == model_fingerprint(far_llama())  # 4 and 4.0
 
 
 def test_a_refusal_leaves_the_model_as_it_was() -> None:

@@ -19,7 +19,7 @@ from lex_hf.rope.blockwise import reader_of
 
 _NOT_OF_THE_MODEL = ("_name_or_path", "transformers_version")  # in a config: where and with what it was saved
 # Fields that came after there were records: with their default a model computes what it did without them.
-_ADDED = {"full_attention_log_scaling": False}
+_ADDED = {"full_attention_log_scaling": False, "shaw_max_distance": 16}
 _RECORD = b'{"key": "'  # how each line of a file of records begins
 
 
@@ -122,4 +122,6 @@ def model_fingerprint(model: PreTrainedModel) -> str:
         digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy())
     if (reader := reader_of(model)) is not None:  # it is not in the configuration
         digest.update(repr((reader.patterns, reader.bound)).encode())
+        if reader.yarn_factor is not None:
+            digest.update(repr(("yarn_factor", float(reader.yarn_factor))).encode())
     return digest.hexdigest()

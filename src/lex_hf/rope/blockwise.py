@@ -121,6 +121,7 @@ def blockwise(
         if isinstance(each, ExactAngles):
             each.is_learning = False
     reader = Reader(decoder, pattern, chosen, seen.windows, length, config._attn_implementation, turns)
+    reader.yarn_factor = yarn_factor
     reader.install(decoder)
     config._attn_implementation_internal = reader.name
     # Too late with the first forward pass: before it, `generate` tells caches that tokens will be taken back.

@@ -75,6 +75,7 @@ class Reader:
         pattern: The attention pattern of layers that read in blocks.
         patterns: That of each layer that attends.
         bound: Training length in tokens, and the longest window of a layer that keeps its own attention.
+        yarn_factor: By which the frequencies of layers that keep full attention are scaled; `None` if they are not.
 
     Args:
         decoder: The module whose forward pass makes masks and calls the layers.
@@ -97,6 +98,7 @@ class Reader:
         turns: Mapping[int, Turns] = MappingProxyType({}),
     ) -> None:
         self.name, self.bound = probe.new_name(), bound
+        self.yarn_factor: float | None = None
         self.pattern, self.turns = pattern, turns
         self.layers = frozenset(layers)
         self.is_all = self.layers == set(windows)
