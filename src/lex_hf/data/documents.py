@@ -145,7 +145,7 @@ def _read_file(path: Path, text_field: str) -> Iterator[str]:
             if path.name.lower().endswith(JSON_LINES_SUFFIXES):
                 yield from _read_json_lines(path, file, text_field)
             else:
-                yield _decode(path, file.read())
+                yield decode(path, file.read())
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is not a complete gzip file: {error}.") from error
 
@@ -153,7 +153,7 @@ def _read_file(path: Path, text_field: str) -> Iterator[str]:
 def _read_json_lines(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
     offset, is_first = 0, True
     for number, line in enumerate(file, start=1):
-        text = _decode(path, line, offset)
+        text = decode(path, line, offset)
         text = text.removeprefix("\ufeff") if number == 1 else text
         offset += len(line)
         if not text.strip():
@@ -173,7 +173,17 @@ def _read_json_lines(path: Path, file: BinaryIO, text_field: str) -> Iterator[st
         raise ValueError(f"{path} is empty.")
 
 
-def _decode(path: Path, data: bytes, offset: int = 0) -> str:
+def decode(path: str | Path, data: bytes, offset: int = 0) -> str:
+    """Return the text of a file, or of a part of it.
+
+    Args:
+        path: Name of the file, for errors.
+        data: Its bytes.
+        offset: Bytes of the file before them.
+
+    Raises:
+        ValueError: If there are no bytes, or they are not UTF-8.
+    """
     if not data:
         raise ValueError(f"{path} is empty.")
     try:

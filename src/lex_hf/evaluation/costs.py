@@ -53,7 +53,7 @@ def measure_costs(model: PreTrainedModel, new_cache: Callable[[], Cache], text: 
         cache = new_cache()
         times.append(_timed(model, pieces, cache))
     decode = _timed(model, tail, cache) / STEPS
-    return Costs(sum(map(layer_bytes, cache.layers)), min(times), decode)
+    return Costs(cache_bytes(cache), min(times), decode)
 
 
 def _timed(model: PreTrainedModel, pieces: Sequence[Tensor], cache: Cache) -> float:
@@ -63,6 +63,11 @@ def _timed(model: PreTrainedModel, pieces: Sequence[Tensor], cache: Cache) -> fl
         last = model(input_ids=piece, past_key_values=cache, use_cache=True, **options).logits[0, -1, 0]
     float(last)  # waits for an accelerator
     return time.perf_counter() - start
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes of the keys and values of a cache."""
+    return sum(map(layer_bytes, cache.layers))
 
 
 def layer_bytes(layer: Any) -> int:

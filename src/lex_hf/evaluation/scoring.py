@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from accelerate.utils.memory import find_executable_batch_size, should_reduce_batch_size
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from lex_hf.evaluation.protocols import Window
 
@@ -62,7 +63,7 @@ def document_scorer(
         done = 0
         try:
             for scores in score_windows(model, tokens, part, size):
-                _check_finite(scores)
+                check_finite(scores)
                 found[scores.document].append(scores)
                 done += len(scores.nll)
                 progress(len(scores.nll))
@@ -127,9 +128,9 @@ def _score_batch(
     # The logits of a long text would take more memory than everything else.
     if len(batch) * scored > _LOGITS_AT_ONCE and type(model).__name__ == "LexForCausalLM":
         decoder, head = model.base_model, model.get_output_embeddings()
-        states = _forward(decoder, tokens[:, :-1], scored, use_cache=False).last_hidden_state
+        states = forward(decoder, tokens[:, :-1], scored, use_cache=False).last_hidden_state
     else:
-        states, head = _forward(model, tokens[:, :-1], scored, use_cache=False).logits, nn.Identity()
+        states, head = forward(model, tokens[:, :-1], scored, use_cache=False).logits, nn.Identity()
     pieces = zip(
         states[:, -scored:].flatten(0, 1).split(_LOGITS_AT_ONCE),
         tokens[:, -scored:].flatten().split(_LOGITS_AT_ONCE),
@@ -146,20 +147,48 @@ def _score_stream(
     # All losses share one buffer: allocated between the states of the chunks they would fragment memory.
     sizes, cache = [window.scored for window in windows], None
     for window, losses in zip(windows, torch.empty(sum(sizes)).split(sizes), strict=True):
-        row = tokens[window.start : window.stop + 1]
-        output = _forward(model, row[None, :-1], window.scored, past_key_values=cache, use_cache=True)
-        cache = getattr(output, "past_key_values", None)
-        if cache is None:
-            raise ValueError(
-                f"protocol = 'streaming': {type(model).__name__} returns no past_key_values, so it cannot read a "
-                "text in chunks. Use protocol='chunked'."
-            )
-        losses.copy_(_token_losses(output.logits[0, -window.scored :], row[-window.scored :]))
+        nll, cache = score_next(model, tokens[window.start : window.stop + 1], window.scored, cache)
+        losses.copy_(nll)
         yield Scores(document, window.target, window.context, losses)
 
 
-def _forward(model: PreTrainedModel, input_ids: Tensor, scored: int, **options: Any) -> Any:
-    """Run the model; logits that are not scored are left out if it can do that."""
+def score_next(model: PreTrainedModel, tokens: Tensor, scored: int, cache: Cache | None) -> tuple[Tensor, Cache]:
+    """Read the next piece of a text, and compute the losses of its last targets.
+
+    Args:
+        model: Any causal language model.
+        tokens: Ids of the piece, whose first token is the last target of the piece before, shape `(inputs + 1,)`.
+        scored: Number of targets, at most the inputs.
+        cache: What was read before; `None` if nothing, or an empty one.
+
+    Returns:
+        NLL of the targets in nats, shape `(scored,)`, float32, on the CPU, and the cache.
+
+    Raises:
+        ValueError: If the model returns no `past_key_values`, or it cannot read so many tokens.
+    """
+    output = forward(model, tokens[None, :-1], scored, past_key_values=cache, use_cache=True)
+    cache = getattr(output, "past_key_values", None)
+    if cache is None:
+        raise ValueError(
+            f"protocol = 'streaming': {type(model).__name__} returns no past_key_values, so it cannot read a "
+            "text in chunks. Use protocol='chunked'."
+        )
+    return _token_losses(output.logits[0, -scored:], tokens[-scored:]), cache
+
+
+def forward(model: PreTrainedModel, input_ids: Tensor, scored: int, **options: Any) -> Any:
+    """Run a model; logits of tokens before the last `scored` are left out if it can do that.
+
+    Args:
+        model: Any causal language model.
+        input_ids: Shape `(batch, sequence)`.
+        scored: Number of tokens, from the end, whose logits are wanted.
+        options: Passed to the model.
+
+    Raises:
+        ValueError: If its table of positions ends.
+    """
     if scored < input_ids.shape[1] and "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = scored
     try:
@@ -176,7 +205,12 @@ def _token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), targets.to(logits.device), reduction="none").cpu()
 
 
-def _check_finite(scores: Scores) -> None:
+def check_finite(scores: Scores) -> None:
+    """Refuse losses that are not finite.
+
+    Raises:
+        ValueError: If one is not; the message says where.
+    """
     broken = (~scores.nll.isfinite()).nonzero()
     if len(broken):
         first = int(broken[0])

@@ -1,0 +1,189 @@
+"""The settings that a model can be read with: one model for each, all with the same weights."""
+
+import copy
+import itertools
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from lex_hf.errors import plain
+from lex_hf.inference.caches import new_cache
+from lex_hf.model.configuration_lex import LexConfig
+from lex_hf.model.masking_lex import FullPattern, SlidingPattern
+from lex_hf.rope import probe
+from lex_hf.rope.blockwise import reader_of, training_length_of
+from lex_hf.rope.reader import ModelFunction
+from lex_hf.rope.ways import WAYS, Size, sinks_beside_blocks
+
+OWN = "own"
+SETTINGS: Mapping[str, str] = {
+    "full": "Full",
+    "sliding": "Sliding window",
+    "blockwise": "Blockwise",
+    "blockwise-sinks": "Blockwise with sinks",
+}
+"""Titles of the settings by name; a LEX model whose layers differ has `OWN` beside them."""
+
+_TITLE_OF_OWN = "Its own layers"
+_WAY = {"full": "unchanged"}  # of models that are not LEX, where it has another name than the setting
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model in a setting.
+
+    Attributes:
+        name: Name of the setting.
+        model: The model; its weights are those of all other settings.
+        new_cache: Returns an empty cache.
+        patterns: Attention pattern by index of the layer; empty if it is not known which keys a query sees.
+    """
+
+    name: str
+    model: PreTrainedModel
+    new_cache: Callable[[], Cache]
+    patterns: Mapping[int, FullPattern]
+
+    @property
+    def description(self) -> str:
+        """What queries see, in words, e.g. `"blocks of 128 tokens"`; in several if layers differ."""
+        return "; ".join(dict.fromkeys(map(self.describe, self.patterns))) or "attention of its own"
+
+    def describe(self, layer: int) -> str:
+        """Return what the queries of a layer see, in words."""
+        pattern = self.patterns[layer]
+        if pattern.block is None:
+            return "all tokens before"
+        if isinstance(pattern, SlidingPattern):
+            return f"window of {pattern.block:,} tokens"
+        sinks = f", {pattern.sinks} sinks" if pattern.sinks else ""
+        return f"blocks of {pattern.block:,} tokens{sinks}"
+
+
+class Settings:
+    """A causal language model in each of its settings, opened when it is first asked for.
+
+    May be used by several threads.
+
+    Args:
+        model: The model, LEX or another one of transformers, in evaluation mode; it is left as it is.
+        training_length: Number of tokens that a model that is not LEX was trained to read; by default what its
+            configuration says.
+
+    Raises:
+        ValueError: If a training length is given for a LEX model, or is impossible.
+    """
+
+    def __init__(self, model: PreTrainedModel, training_length: int | None = None) -> None:
+        self._model, self._config = model, model.config.get_text_config()
+        self._is_lex = model.config.model_type == "lex"
+        if self._is_lex and training_length is not None:
+            raise ValueError(
+                f"training_length = {training_length}: a LEX model has one of its own, {self._config.training_length} "
+                "tokens; leave it out."
+            )
+        self._given = training_length
+        if training_length is not None:
+            training_length_of(self._config, training_length)
+        self._opened: dict[str, Opened | str] = {}
+        self._lock, self._contexts = threading.Lock(), ExitStack()
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """Titles of the settings by name; whether one is possible is found out by [`open`]."""
+        differ = self._is_lex and len(set(self._config.layer_patterns)) > 1
+        return ({OWN: _TITLE_OF_OWN} if differ else {}) | dict(SETTINGS)
+
+    @property
+    def training_length(self) -> int | None:
+        """Number of tokens that the model was trained to read; `None` if its configuration does not say it."""
+        if self._is_lex:
+            return int(self._config.training_length)
+        try:
+            return training_length_of(self._config, self._given)
+        except ValueError:
+            return None
+
+    def open(self, name: str) -> Opened:
+        """Return the model in a setting.
+
+        Raises:
+            ValueError: If there is no such setting, or the model cannot be read with it; the message says why.
+        """
+        if name not in self.titles:
+            raise ValueError(f"setting = {name!r}: it must be one of {', '.join(self.titles)}.")
+        with self._lock:
+            if name not in self._opened:
+                try:
+                    self._opened[name] = self._open_lex(name) if self._is_lex else self._open_other(name)
+                except ValueError as error:
+                    self._opened[name] = str(error)  # it takes a while to find out
+            found = self._opened[name]
+        if isinstance(found, str):
+            raise ValueError(f"{self.titles[name]}: {found}")
+        return found
+
+    def close(self) -> None:
+        """Forget all models."""
+        with self._lock:
+            self._opened.clear()
+            self._contexts.close()
+
+    def _open_lex(self, name: str) -> Opened:
+        model: Any = sharing_weights(self._model)
+        for field, value in self._fields(name).items():
+            setattr(model.config, field, value)
+        return Opened(name, model, lambda: new_cache(model), dict(enumerate(model.config.patterns)))
+
+    def _fields(self, name: str) -> dict[str, Any]:
+        """Return the fields of the configuration of a LEX model that make a setting."""
+        if name == OWN:
+            return {}
+        if name != "blockwise-sinks":
+            return {"attention_pattern": name}
+        if "attention_sinks" not in LexConfig.__annotations__:
+            raise ValueError(
+                "a LEX model has blocks of its own, without sinks, as it was trained: choose blockwise. Sinks are for "
+                "models that were trained with full attention."
+            )
+        return {"attention_pattern": "blockwise", "attention_sinks": sinks_beside_blocks(self._config.training_length)}
+
+    def _open_other(self, name: str) -> Opened:
+        # Full attention needs no training length, and a model that does not say it can still be read so.
+        length = self.training_length or 2 if name == "full" else training_length_of(self._config, self._given)
+        model = sharing_weights(self._model)
+        way = WAYS[_WAY.get(name, name)]
+        reading = self._contexts.enter_context(way.open(model, Size(length, length)))
+        assert reading.new_cache is not None, "ways without a cache are no settings"
+        return Opened(name, reading.model, reading.new_cache, self._patterns(name, model, length))
+
+    def _patterns(self, name: str, model: PreTrainedModel, length: int) -> dict[int, FullPattern]:
+        reader = reader_of(model)
+        windows = self._windows()
+        if reader is not None:
+            return dict(zip(sorted(windows), reader.patterns, strict=True))
+        if name == "sliding":
+            windows = {index: length if own is None or own > length else own for index, own in windows.items()}
+        return {
+            index: FullPattern() if window is None else SlidingPattern(window)
+            for index, window in sorted(windows.items())
+        }
+
+    def _windows(self) -> dict[int, int | None]:
+        """Tokens that each layer sees by itself, `None` for all; empty if they attend in a way of their own."""
+        try:
+            seen = probe.examine(self._model, ModelFunction(self._config._attn_implementation).of)
+        except Exception as error:  # code of models raises anything
+            raise ValueError(f"reading a few tokens failed ({plain(error)}).") from error
+        return {} if seen.unmasked or not seen.is_causal or -1 in seen.windows else seen.windows
+
+
+def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy of a model with a configuration of its own, and with the same parameters and buffers."""
+    shared = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(each): each for each in shared})
