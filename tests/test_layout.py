@@ -21,7 +21,7 @@ ROOMS = (
     ("evaluation",),
     ("training",),
     ("convert", "hub", "inference"),
-    ("reproduce",),
+    ("app", "reproduce"),
     ("cli",),
 )
 ENTRANCES = ("lex_hf", "lex_hf.__main__")  # they may import from any room, and nothing imports them

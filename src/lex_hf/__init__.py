@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .lazy import AfterImport, Extras, MovedModules, exports
 
-_ROOMS = ("cli", "convert", "data", "evaluation", "hub", "inference", "model", "reproduce", "rope", "training")
+_ROOMS = ("app", "cli", "convert", "data", "evaluation", "hub", "inference", "model", "reproduce", "rope", "training")
 # New place of each module of version 0.1.0 by its old name.
 _MOVED = {
     "cache_files": "inference.cache_files",
@@ -114,6 +114,7 @@ _EXTRAS = {
     "train": ("accelerate", "datasets", "pyarrow", "scipy", "yaml"),
     "plot": ("matplotlib",),
     "cli": ("jinja2", "rich", "typer", "yaml"),
+    "app": ("gradio",),
 }
 
 sys.meta_path[:0] = [MovedModules(__name__, _MOVED), Extras(__name__, "lex-hf", _EXTRAS)]

@@ -12,6 +12,7 @@ from html import escape
 from lex_hf.app.patterns import Seen
 
 NOTHING = "\N{EN DASH}"  # in the place of a number
+_STEPS = 5  # of an axis, at most
 _NAMES_OF_SIZES = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -48,16 +49,15 @@ def chart(
         is_bytes: Whether values are bytes, drawn from 0.
     """
     values = [value for curve in curves for _, value in curve.points if math.isfinite(value)]
-    low, high = _range(values, from_zero=is_bytes)
-    ticks = [low + (high - low) * share for share in (0, 0.25, 0.5, 0.75, 1)]
-    named = [size(tick) if is_bytes else f"{tick:.1f}" for tick in ticks] if values else [""] * len(ticks)
+    levels = _levels(values, is_bytes=is_bytes)
+    low, high = levels[0], levels[-1]
+    heights = [100 * (level - low) / (high - low) for level in levels]
+    named = [size(level) if is_bytes else f"{level:g}" for level in levels] if values else [""] * len(levels)
     rows = "".join(
-        f'<span style="bottom:{100 * index / (len(ticks) - 1):.2f}%">{name}</span>' for index, name in enumerate(named)
+        f'<span style="bottom:{height:.2f}%">{name}</span>' for height, name in zip(heights, named, strict=True)
     )
-    columns = "".join(
-        f'<span style="left:{100 * share:.2f}%">{_short(share * end)}</span>' for share in (0, 0.25, 0.5, 0.75, 1)
-    )
-    lines = "".join(f'<line x1="0" x2="100" y1="{y}" y2="{y}"/>' for y in (0, 25, 50, 75, 100))
+    columns = "".join(f'<span style="left:{100 * place / end:.2f}%">{_short(place)}</span>' for place in _places(end))
+    lines = "".join(f'<line x1="0" x2="100" y1="{y:.2f}" y2="{y:.2f}"/>' for y in heights)
     paths = "".join(_path(curve, end, low, high) for curve in curves)
     marked = ""
     if mark is not None and 0 < mark[0] < end:
@@ -72,12 +72,28 @@ def chart(
     )
 
 
-def _range(values: Sequence[float], *, from_zero: bool) -> tuple[float, float]:
+def _levels(values: Sequence[float], *, is_bytes: bool) -> list[float]:
+    """Return round values, in equal steps, that hold those given."""
     if not values:
-        return 0.0, 1.0
-    low, high = (0.0 if from_zero else min(values)), max(values)
-    margin = 0.06 * (high - low) or 0.5
-    return (0.0 if from_zero else max(0.0, low - margin)), high + margin
+        return [0.0, 0.5, 1.0]
+    low, high = 0.0 if is_bytes else min(values), max(values)
+    step = _step(high - low or max(abs(high), 1.0), is_bytes=is_bytes)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [round(step * index, 9) for index in range(first, max(last, first + 1) + 1)]
+
+
+def _places(end: float) -> list[float]:
+    """Return round places from 0 to the end."""
+    step = max(1.0, _step(end))
+    return [step * index for index in range(math.floor(end / step) + 1)]
+
+
+def _step(width: float, *, is_bytes: bool = False) -> float:
+    """Return a round number of which there are two to five in a width; of bytes, a power of two."""
+    if is_bytes:
+        return float(2.0 ** math.ceil(math.log2(width / _STEPS)))
+    power = 10.0 ** math.floor(math.log10(width / _STEPS))
+    return power * next(factor for factor in (1, 2, 5, 10) if factor * power * _STEPS >= width * (1 - 1e-9))
 
 
 def _path(curve: Curve, end: float, low: float, high: float) -> str:
@@ -94,15 +110,44 @@ def _path(curve: Curve, end: float, low: float, high: float) -> str:
     return f'<polyline class="{escape(curve.style)}" points="{line}"/>'
 
 
-def pattern(found: Seen, style: str) -> str:
-    """Draw which keys queries see, and the words that are needed to read it."""
-    places = len(found.visible)
-    cells = "".join(f"M{key} {query}h{count}v1h-{count}z" for query, key, count in found.runs())
-    each = "every token" if found.step == 1 else f"every {found.step:,}th token"
+@dataclass(frozen=True)
+class Picture:
+    """Which keys queries see.
+
+    Attributes:
+        title: What they see, in words.
+        seen: Which ones; `None` if that is not known.
+        problem: Why it is not known.
+        style: Its class in `page.css`.
+    """
+
+    title: str
+    seen: Seen | None
+    problem: str = ""
+    style: str = "first"
+
+
+def patterns(pictures: Sequence[Picture]) -> str:
+    """Draw which keys queries see, in several pictures beside each other, with the words needed to read them."""
+    sizes = dict.fromkeys((each.seen.step, each.seen.tokens) for each in pictures if each.seen is not None)
+    words = [f"{_every(step)} of {tokens:,}, from the first on" for step, tokens in sizes]
+    legend = f"A row is a query, a column a key: {'; '.join(words)}." if words else ""
+    return f'<div class="patterns">{"".join(map(_picture, pictures))}</div><p class="note">{legend}</p>'
+
+
+def _every(step: int) -> str:
+    return "every token" if step == 1 else f"one token in {step:,}"
+
+
+def _picture(picture: Picture) -> str:
+    title = f"<h4>{escape(picture.title)}</h4>"
+    if picture.seen is None:
+        return f'<div class="pattern">{title}<p class="problem">{escape(picture.problem)}</p></div>'
+    places = len(picture.seen.visible)
+    cells = "".join(f"M{key} {query}h{count}v1h-{count}z" for query, key, count in picture.seen.runs())
     return (
-        f'<div class="pattern"><svg viewBox="0 0 {places} {places}" role="img" aria-label="keys that queries see" '
-        f'shape-rendering="crispEdges"><path class="{escape(style)}" d="{cells}"/></svg>'
-        f"<p>A row is a query, a column a key: {each} of {found.tokens:,}, from the first on.</p></div>"
+        f'<div class="pattern">{title}<svg viewBox="0 0 {places} {places}" role="img" shape-rendering="crispEdges" '
+        f'aria-label="keys that queries see"><path class="{escape(picture.style)}" d="{cells}"/></svg></div>'
     )
 
 
@@ -140,11 +185,6 @@ def _card(card: Card) -> str:
         f'<section class="card {escape(card.style)}"><h4>{escape(card.title)}</h4><p>{escape(card.subtitle)}</p>'
         f"{bar}<dl>{figures}</dl>{problem}</section>"
     )
-
-
-def note(text: str) -> str:
-    """Return a paragraph that stands in the place of a drawing."""
-    return f'<p class="note">{escape(text)}</p>'
 
 
 def size(count: float) -> str:

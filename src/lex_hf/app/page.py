@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from html import escape
 from typing import Any
 
 import gradio as gr
 
 from lex_hf.app import drawing
 from lex_hf.app.desk import Desk
-from lex_hf.app.drawing import Card, Curve
+from lex_hf.app.drawing import Card, Curve, Picture
 from lex_hf.app.pace import now_and_then
 from lex_hf.app.reading import Progress, by_position
 from lex_hf.app.texts import example, text_of_file
@@ -38,7 +39,7 @@ class Page:
         length = self._desk.settings.training_length
         trained = f", trained on texts of {length:,} tokens" if length else ""
         described = f"{_count(self._desk.parameters)} parameters, {self._desk.layers} layers{trained}."
-        return f'<div class="title"><h1>{drawing.escape(self._name)}</h1><p>{described}</p></div>'
+        return f'<div class="title"><h1>{escape(self._name)}</h1><p>{described}</p></div>'
 
     def read(self, text: str, first: str, second: str) -> Iterator[tuple[str, str]]:
         """Read a text in two settings.
@@ -70,7 +71,7 @@ class Page:
                     title=titles[name],
                     subtitle=self._desk.settings.open(name).description,
                     figures=[
-                        ("tokens", f"{len(state.nll):,} of {state.total:,}"),
+                        ("tokens read", _part(len(state.nll), state.total)),
                         ("mean loss", drawing.NOTHING if state.loss is None else f"{state.loss:.3f}"),
                         ("cache", drawing.size(state.cache_bytes)),
                         ("tokens a second", drawing.rate(state.tokens_per_second)),
@@ -100,7 +101,7 @@ class Page:
             title=self._desk.settings.titles[name],
             subtitle=self._desk.settings.open(name).description,
             figures=[
-                ("read", f"{state.read:,} of {state.total:,}" if is_reading else f"{state.read:,}"),
+                ("tokens read", _part(state.read, state.total)),
                 ("written", f"{state.tokens:,}"),
                 ("cache", drawing.size(state.cache_bytes)),
                 ("tokens a second", drawing.rate(state.tokens_per_second)),
@@ -120,18 +121,19 @@ class Page:
             is_bytes=True,
         )
 
-    def pattern(self, name: str, layer: int, style: str) -> str:
-        """Draw which keys the queries of a layer, counted from 1, see in a setting; or say why not."""
-        try:
-            found = self._desk.pattern(name, int(layer) - 1)
-        except ValueError as error:
-            return drawing.note(str(error))
-        title = f"{self._desk.settings.titles[name]}: {found.description}"
-        return f"<h4>{drawing.escape(title)}</h4>" + drawing.pattern(found.seen, style)
+    def patterns(self, first: str, second: str, layer: int) -> str:
+        """Draw which keys the queries of a layer, counted from 1, see in two settings, or say why not."""
+        return drawing.patterns(
+            [self._picture(name, int(layer) - 1, style) for name, style in zip((first, second), _STYLES, strict=True)]
+        )
 
-    def patterns(self, first: str, second: str, layer: int) -> tuple[str, str]:
-        """Draw the patterns of two settings."""
-        return self.pattern(first, layer, _STYLES[0]), self.pattern(second, layer, _STYLES[1])
+    def _picture(self, name: str, layer: int, style: str) -> Picture:
+        title = self._desk.settings.titles[name]
+        try:
+            found = self._desk.pattern(name, layer)
+        except ValueError as error:
+            return Picture(title, None, str(error), style)
+        return Picture(f"{title}: {found.description}", found.seen, style=style)
 
     def open_file(self, path: str) -> str:
         """Return the text of a file."""
@@ -166,8 +168,10 @@ def build(desk: Desk, name: str) -> gr.Blocks:
             elem_id="text",
         )
         with gr.Row():
-            opening = gr.UploadButton("Open a text file", file_types=_TEXT_FILES, size="sm", elem_id="open")
-            taking = gr.Button("Take an example", size="sm", elem_id="example")
+            opening = gr.UploadButton(
+                "Open a text file", min_width=120, file_types=_TEXT_FILES, size="sm", elem_id="open"
+            )
+            taking = gr.Button("Take an example", min_width=120, size="sm", elem_id="example")
         opening.upload(page.open_file, opening, text, **_LIGHT)
         taking.click(example, None, text, **_LIGHT)
         with gr.Tabs():
@@ -190,8 +194,8 @@ def _reading(page: Page, desk: Desk, text: gr.Textbox, blocks: gr.Blocks) -> Non
             choices, value=names[0] if "own" in names else "full", label="Second setting", elem_id="second"
         )
     with gr.Row():
-        start = gr.Button("Read", variant="primary", elem_id="read")
-        stop = gr.Button("Stop", variant="stop", elem_id="stop-reading")
+        start = gr.Button("Read", min_width=120, variant="primary", elem_id="read")
+        stop = gr.Button("Stop", min_width=120, elem_id="stop-reading")
     losses = gr.HTML(elem_id="losses")
     readers = gr.HTML(elem_id="readers")
     reading = start.click(page.read, [text, first, second], [losses, readers], **_HEAVY)
@@ -200,8 +204,7 @@ def _reading(page: Page, desk: Desk, text: gr.Textbox, blocks: gr.Blocks) -> Non
         layer = gr.Slider(
             1, max(2, desk.layers), value=1, step=1, label="Layer", visible=desk.layers > 1, elem_id="layer"
         )
-        with gr.Row():
-            drawn = [gr.HTML(min_width=260, elem_id=f"pattern-{style}") for style in _STYLES]
+        drawn = gr.HTML(elem_id="patterns")
     gr.on(
         [blocks.load, first.change, second.change, layer.release],
         page.patterns,
@@ -218,12 +221,10 @@ def _writing(page: Page, desk: Desk, text: gr.Textbox) -> None:
         temperature = gr.Slider(
             0, 2, value=usual.temperature, step=0.05, label="Temperature", info="0: the most probable token"
         )
-        top_p = gr.Slider(
-            0.05, 1, value=usual.top_p, step=0.05, label="Top-p", info="Of the most probable tokens, this share"
-        )
+        top_p = gr.Slider(0.05, 1, value=usual.top_p, step=0.05, label="Top-p", info="1: any token")
     with gr.Row():
-        start = gr.Button("Write", variant="primary", elem_id="write")
-        stop = gr.Button("Stop", variant="stop", elem_id="stop-writing")
+        start = gr.Button("Write", min_width=120, variant="primary", elem_id="write")
+        stop = gr.Button("Stop", min_width=120, elem_id="stop-writing")
     written = gr.Textbox(
         label="Continued", lines=10, max_lines=18, interactive=False, autoscroll=True, elem_id="written"
     )
@@ -231,6 +232,10 @@ def _writing(page: Page, desk: Desk, text: gr.Textbox) -> None:
     memory = gr.HTML(elem_id="memory")
     writing = start.click(page.write, [text, setting, temperature, top_p], [written, writer, memory], **_HEAVY)
     stop.click(None, None, None, cancels=[writing], **_LIGHT)
+
+
+def _part(count: int, total: int) -> str:
+    return f"{count:,}" if count == total else f"{count:,} of {total:,}"
 
 
 def _count(number: int) -> str:

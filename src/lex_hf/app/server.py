@@ -96,7 +96,7 @@ def launch(
         mcp_server=False,
         footer_links=[],
         max_file_size=_MOST_FILE_BYTES,
-        theme=gr.themes.Default(font=_FONTS, font_mono=_MONO),
+        theme=gr.themes.Default(primary_hue="blue", neutral_hue="slate", font=_FONTS, font_mono=_MONO),
         css_paths=Path(__file__).with_name("page.css"),
         app_kwargs={"middleware": [Middleware(OwnSourcesOnly)]},
     )

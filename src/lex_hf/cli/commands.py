@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from lex_hf.cli import evaluating, experiments, generating, hub, measuring, recall, training, ways
+from lex_hf.cli import browser, evaluating, experiments, generating, hub, measuring, recall, training, ways
 from lex_hf.cli.terminal import errors_as_sentences, write_any_text
 from lex_hf.records import versions
 
@@ -28,6 +28,8 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "generate-corpus": generating.generate_corpus,
     "push": hub.push,
     "serve": generating.serve,
+    "app": browser.app,
+    "space": browser.space,
     "card": hub.card,
 }
 

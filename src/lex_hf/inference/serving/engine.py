@@ -14,10 +14,11 @@ from transformers.utils import logging
 
 from lex_hf.errors import plain
 from lex_hf.inference.batching import BlockBatchingManager
-from lex_hf.inference.serving.answers import Answer, Text
+from lex_hf.inference.serving.answers import Answer
 from lex_hf.inference.serving.fields import DEFAULT_NEW_TOKENS, Query
 from lex_hf.inference.serving.limits import RefusedError, ServingLimits
 from lex_hf.inference.serving.visits import Visit
+from lex_hf.inference.token_text import Text
 
 logger = logging.get_logger(__name__)
 
