@@ -30,6 +30,9 @@ SIZES = {
     "tie_word_embeddings": False,
 }
 
+# Those of a model whose tokens are bytes, for `byte_tokenizer`.
+BYTES = {"vocab_size": 257, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
+
 
 def tiny_model(*, dtype: torch.dtype = torch.float32, seed: int = 0, **fields: Any) -> LexForCausalLM:
     """A random model in evaluation mode, whose weights are large enough for mistakes to show and texts to vary."""

@@ -1,5 +1,6 @@
 """How many tokens are read at once, and how often a page is told."""
 
+import math
 import time
 from collections.abc import Iterator
 from typing import TypeVar
@@ -33,11 +34,10 @@ class Pace:
 
 def now_and_then(values: Iterator[_Value], seconds: float) -> Iterator[_Value]:
     """Yield the first value, those that come at least so many seconds after the one before, and the last."""
-    shown = -float("inf")
+    shown, waiting = -math.inf, list[_Value]()
     for value in values:
-        is_shown = time.monotonic() - shown >= seconds
-        if is_shown:
-            yield value
+        waiting = [value]
+        if time.monotonic() - shown >= seconds:
+            yield waiting.pop()
             shown = time.monotonic()
-    if not is_shown:
-        yield value
+    yield from waiting

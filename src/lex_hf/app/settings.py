@@ -3,9 +3,10 @@
 import copy
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -42,12 +43,14 @@ class Opened:
         model: The model; its weights are those of all other settings.
         new_cache: Returns an empty cache.
         patterns: Attention pattern by index of the layer; empty if it is not known which keys a query sees.
+        owner: What opened it, which lives as long: a model goes back to its own attention when that is gone.
     """
 
     name: str
     model: PreTrainedModel
     new_cache: Callable[[], Cache]
     patterns: Mapping[int, FullPattern]
+    owner: object = field(repr=False)
 
     @property
     def description(self) -> str:
@@ -92,6 +95,7 @@ class Settings:
             training_length_of(self._config, training_length)
         self._opened: dict[str, Opened | str] = {}
         self._lock, self._contexts = threading.Lock(), ExitStack()
+        weakref.finalize(self, self._contexts.close)  # also at the end of Python, while it still works
 
     @property
     def titles(self) -> dict[str, str]:
@@ -128,17 +132,11 @@ class Settings:
             raise ValueError(f"{self.titles[name]}: {found}")
         return found
 
-    def close(self) -> None:
-        """Forget all models."""
-        with self._lock:
-            self._opened.clear()
-            self._contexts.close()
-
     def _open_lex(self, name: str) -> Opened:
         model: Any = sharing_weights(self._model)
-        for field, value in self._fields(name).items():
-            setattr(model.config, field, value)
-        return Opened(name, model, lambda: new_cache(model), dict(enumerate(model.config.patterns)))
+        for each, value in self._fields(name).items():
+            setattr(model.config, each, value)
+        return Opened(name, model, lambda: new_cache(model), dict(enumerate(model.config.patterns)), self)
 
     def _fields(self, name: str) -> dict[str, Any]:
         """Return the fields of the configuration of a LEX model that make a setting."""
@@ -160,7 +158,7 @@ class Settings:
         way = WAYS[_WAY.get(name, name)]
         reading = self._contexts.enter_context(way.open(model, Size(length, length)))
         assert reading.new_cache is not None, "ways without a cache are no settings"
-        return Opened(name, reading.model, reading.new_cache, self._patterns(name, model, length))
+        return Opened(name, reading.model, reading.new_cache, self._patterns(name, model, length), self)
 
     def _patterns(self, name: str, model: PreTrainedModel, length: int) -> dict[int, FullPattern]:
         reader = reader_of(model)
