@@ -158,6 +158,13 @@ COMMANDS = {
     ),
     "push": Command("model someone/name --dry-run", {"model": "model", "someone/name": "choice"}),
     "serve": Command("model", {"model": "model"}, {"--port": "seed"}),
+    "app": Command(
+        "model",
+        {"model": "model"},
+        {"--port": "seed", "--training-length": "count", "--max-characters": "limited count", "--device": "device",
+         "--dtype": "dtype"},
+    ),
+    "space": Command("model new", {"model": "model", "new": "folder"}, {"--title": "typed"}),
     "card": Command(
         "trained --about about.yaml --test lines=text.txt --length 8",
         {"trained": "model", "--about": "yaml", "--test": "text", "--length": "count"},
@@ -168,7 +175,7 @@ COMMANDS = {
 # What is odd, but not wrong.
 RIGHT = {("generate", "--top-p", "0")}
 # They need the Hub, or a server.
-NOT_RUN = ("push", "serve")
+NOT_RUN = ("push", "serve", "app")
 
 
 def cases() -> Iterator[Any]:

@@ -56,12 +56,11 @@ def write_space(model: str, folder: str | Path, *, title: str | None = None) -> 
         ValueError: If there is no such model, the title is empty, or a file cannot be written or must not be
             replaced.
     """
-    folder, is_here = Path(folder), Path(model).is_dir()
+    folder, is_here = Path(folder), bool(model) and Path(model).is_dir()
     name = Path(model).resolve().name if is_here else model
-    title = name if title is None else title.strip()
-    if not title:
-        raise ValueError("title is empty: give the Space a name, or leave the title out.")
-    texts = {folder / path: text for path, text in _texts(model, name, title, is_here).items()}
+    if title is not None and not title.strip():
+        raise ValueError(f"title = {title!r}: give the Space a name, or leave the title out.")
+    texts = {folder / path: text for path, text in _texts(model, name, title or name, is_here).items()}
     _check(folder, texts, is_here)
     loaded = load_for_evaluation(model, device="cpu") if is_here else None
     if loaded is None:

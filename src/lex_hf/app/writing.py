@@ -25,7 +25,7 @@ from lex_hf.evaluation.scoring import forward
 from lex_hf.inference.token_text import Text
 
 KEPT_CHARACTERS = 10_000  # of what was written; a page without an end would become slow
-_HISTORY = 256
+_HISTORY = 128  # pairs, at most one more
 
 
 @dataclass(frozen=True)
@@ -154,10 +154,13 @@ def write(
 
 
 def _with_cache(state: Written, size: int, seconds: float) -> Written:
-    history = (*state.history, (state.read + max(0, state.tokens - 1), size))
-    if len(history) > _HISTORY:  # every other one, and the last
-        history = (*history[:-1:2], history[-1])
-    return replace(state, cache_bytes=size, seconds=seconds, history=history)
+    tokens = state.read + max(0, state.tokens - 1)  # the newest one has not been read
+    history = state.history
+    if len(history) > 1 and tokens - history[-2][0] < tokens / _HISTORY:
+        history = history[:-1]  # too near: it was there to be the last
+    if len(history) >= _HISTORY:
+        history = history[::2]
+    return replace(state, cache_bytes=size, seconds=seconds, history=(*history, (tokens, size)))
 
 
 def _ends(model: Any) -> list[int]:

@@ -62,5 +62,6 @@ def space(
     from lex_hf.app.space import write_space
 
     with session() as console:
-        for path in write_space(model, folder, title=title):
+        named = None if title is None else options.typed(title, "--title")
+        for path in write_space(model, folder, title=named):
             console.print(path, soft_wrap=True)
