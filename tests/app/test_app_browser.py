@@ -155,6 +155,7 @@ def test_what_cannot_be_done_is_said(visit: Open, tmp_path: Path) -> None:
     assert "a LEX model has blocks of its own" in page.inner_text("#patterns .problem")
     read(page, TEXT)
     assert "a LEX model has blocks of its own" in said(page)
+    time.sleep(0.5)  # it moves in
     page.screenshot(path=PICTURES / "refused.png")
 
 
@@ -248,6 +249,7 @@ def test_it_fits(device: str, scheme: str, visit: Open) -> None:
         needed, there = page.evaluate("[document.documentElement.scrollWidth, window.innerWidth]")
         assert needed <= there
         assert page.evaluate(OUTSIDE) == 0
+        assert page.locator("#text").bounding_box()["width"] > (360 if device == "phone" else 900)
     colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
     brightness = sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
     assert (brightness < 80) == (scheme == "dark")

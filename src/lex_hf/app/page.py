@@ -147,7 +147,7 @@ def in_words() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise gr.Error(str(error), title="This cannot be done", duration=None, print_exception=False) from error
+        raise gr.Error(str(error), duration=None, print_exception=False) from error
 
 
 def build(desk: Desk, name: str) -> gr.Blocks:

@@ -13,6 +13,7 @@ from lex_hf.evaluation.loading import load_for_evaluation
 
 _FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 _MONO = ["ui-monospace", "Menlo", "Consolas", "monospace"]
+_STYLE = Path(__file__).with_name("page.css")
 _MOST_FILE_BYTES = 64 * 2**20  # larger ones do not leave the browser; the limit of texts is in `texts.py`
 # Nothing comes from elsewhere, and the browser sees to it. Gradio has scripts and styles in the page itself.
 _POLICY = (
@@ -97,7 +98,7 @@ def launch(
         footer_links=[],
         max_file_size=_MOST_FILE_BYTES,
         theme=gr.themes.Default(primary_hue="blue", neutral_hue="slate", font=_FONTS, font_mono=_MONO),
-        css_paths=Path(__file__).with_name("page.css"),
+        head=f"<style>{_STYLE.read_text(encoding='utf-8')}</style>",  # Gradio rewrites what it takes as css_paths
         app_kwargs={"middleware": [Middleware(OwnSourcesOnly)]},
     )
     return str(address)
