@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test floor-test docs docs-test lint hf-tests client-tests ray-tests benchmark notebooks dist clean
+.PHONY: demo test floor-test app-test docs docs-test lint hf-tests client-tests ray-tests benchmark notebooks dist clean
 .DELETE_ON_ERROR:
 
 $(BIN)/python:
@@ -42,6 +42,16 @@ $(FLOOR)/.installed: pyproject.toml constraints-floor.txt
 # Warnings of old libraries are none of ours.
 floor-test: $(FLOOR)/.installed ## tests of all but the Hub, the papers and the command line, with the oldest versions that are allowed; downloads PyTorch
 	$(FLOOR)/bin/python -m pytest -W default --numprocesses logical --maxprocesses 8 --dist loadfile $(CORE)
+
+# An environment of its own: what drives a browser is for this alone. Chromium is that of the system, or Playwright's.
+APP := $(VENV)-app
+$(APP)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(APP)
+	$(APP)/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' playwright
+	touch $@
+
+app-test: $(APP)/.installed ## the page in a real browser, which must be there (apt install chromium); pictures are left in build/app
+	$(APP)/bin/python -m pytest -rs tests/app
 
 # An environment of its own, without PyTorch: docstrings are read, not run.
 SITE := $(VENV)-docs
@@ -90,4 +100,4 @@ dist: | $(BIN)/python ## the source distribution and the wheel of the last commi
 	@git diff --quiet HEAD || echo 'Changes that are not committed are not in it.'
 
 clean:
-	rm -rf $(VENV) $(FLOOR) $(SITE) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(APP) $(FLOOR) $(SITE) build dist demo_output .pytest_cache .mypy_cache .ruff_cache .hypothesis

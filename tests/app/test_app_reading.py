@@ -19,6 +19,7 @@ from lex_hf.app.desk import Desk
 from lex_hf.app.reading import Progress, by_position
 from lex_hf.app.settings import OWN, SETTINGS, Settings
 from lex_hf.app.turns import Turns
+from lex_hf.data.tokenizers import byte_tokenizer
 
 TEXT = "A text of some tokens, which is longer than three blocks of any of these models, and not a multiple of them."
 TOLERANCE = {"atol": 5e-4, "rtol": 1e-4}
@@ -202,12 +203,18 @@ def test_impossible_settings_are_sentences(lex: PreTrainedModel, tokenizer: Any)
         Desk(lex, tokenizer, training_length=8)
     with pytest.raises(ValueError, match="training_length = 7: it must be an even number"):
         Desk(rope_model(**BYTES), tokenizer, training_length=7)
-    bloom = rope_model("bloom", **BYTES, n_head=4, n_layer=1)
+    bloom = rope_model("bloom", **{**BYTES, "max_position_embeddings": None}, n_head=4, n_layer=1)
+    with pytest.raises(ValueError, match=r"^Sliding window: training_length: the configuration of the model does not"):
+        Desk(bloom, tokenizer).read(TEXT, ["sliding"])
+    assert last(Desk(bloom, tokenizer).read(TEXT, ["full"]))[0].problem is None
+    assert Desk(bloom, tokenizer).settings.open("full").description == "attention of its own"
     with pytest.raises(ValueError, match=r"^Blockwise: .*cannot be made blockwise"):
         Desk(bloom, tokenizer, training_length=8).read(TEXT, ["blockwise"])
     mamba = rope_model("mamba", **BYTES)
     with pytest.raises(ValueError, match=r"^Blockwise: "):
         Desk(mamba, tokenizer, training_length=8).read(TEXT, ["blockwise"])
+    with pytest.raises(ValueError, match=r"^Full: MambaForCausalLM cannot read a text in pieces so"):
+        Desk(mamba, tokenizer).read(TEXT, ["full"])
 
 
 def test_texts_that_cannot_be_read_are_sentences(lex: PreTrainedModel, tokenizer: Any) -> None:
@@ -251,6 +258,10 @@ def test_losses_that_are_not_finite_are_a_problem(tokenizer: Any) -> None:
 def test_faults_of_the_program_are_not_problems_of_a_text() -> None:
     with pytest.raises(RuntimeError, match="a fault"):
         reading.problem_of(RuntimeError("a fault"))
+    gpt2 = rope_model("gpt2", **{**BYTES, "max_position_embeddings": 40}, n_head=4, n_layer=1, n_embd=32)
+    [state] = last(Desk(gpt2, byte_tokenizer()).read(TEXT, ["full"]))
+    assert state.problem == "The model reads no further: its table of positions ends here. Give a shorter text."
+    assert len(state.nll) == 16
     assert "not enough memory" in reading.problem_of(RuntimeError("DefaultCPUAllocator: can't allocate memory"))
 
 

@@ -111,6 +111,8 @@ def problem_of(error: Exception) -> str:
         if not should_reduce_batch_size(error):
             raise error
         return "There is not enough memory to go on: choose blocks, a shorter text, or a smaller model."
+    if isinstance(error.__cause__, IndexError):  # `forward` gives advice for commands
+        return "The model reads no further: its table of positions ends here. Give a shorter text."
     return str(error)
 
 

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -31,6 +32,7 @@ SETTINGS: Mapping[str, str] = {
 """Titles of the settings by name; a LEX model whose layers differ has `OWN` beside them."""
 
 _TITLE_OF_OWN = "Its own layers"
+_NO_LENGTH = 2  # with full attention none is needed
 _WAY = {"full": "unchanged"}  # of models that are not LEX, where it has another name than the setting
 
 
@@ -90,9 +92,7 @@ class Settings:
                 f"training_length = {training_length}: a LEX model has one of its own, {self._config.training_length} "
                 "tokens; leave it out."
             )
-        self._given = training_length
-        if training_length is not None:
-            training_length_of(self._config, training_length)
+        self._length = self._config.training_length if self._is_lex else _length_of(self._config, training_length)
         self._opened: dict[str, Opened | str] = {}
         self._lock, self._contexts = threading.Lock(), ExitStack()
         weakref.finalize(self, self._contexts.close)  # also at the end of Python, while it still works
@@ -105,13 +105,8 @@ class Settings:
 
     @property
     def training_length(self) -> int | None:
-        """Number of tokens that the model was trained to read; `None` if its configuration does not say it."""
-        if self._is_lex:
-            return int(self._config.training_length)
-        try:
-            return training_length_of(self._config, self._given)
-        except ValueError:
-            return None
+        """Number of tokens that the model was trained to read; `None` if it is not known."""
+        return self._length
 
     def open(self, name: str) -> Opened:
         """Return the model in a setting.
@@ -121,16 +116,20 @@ class Settings:
         """
         if name not in self.titles:
             raise ValueError(f"setting = {name!r}: it must be one of {', '.join(self.titles)}.")
+        found = self._opened.get(name) or self._open_once(name)  # others may be opening another one for a while
+        if isinstance(found, str):
+            raise ValueError(f"{self.titles[name]}: {found}")
+        return found
+
+    def _open_once(self, name: str) -> Opened | str:
+        """Open a setting unless another thread has; return why it cannot be, if so."""
         with self._lock:
             if name not in self._opened:
                 try:
                     self._opened[name] = self._open_lex(name) if self._is_lex else self._open_other(name)
                 except ValueError as error:
                     self._opened[name] = str(error)  # it takes a while to find out
-            found = self._opened[name]
-        if isinstance(found, str):
-            raise ValueError(f"{self.titles[name]}: {found}")
-        return found
+            return self._opened[name]
 
     def _open_lex(self, name: str) -> Opened:
         model: Any = sharing_weights(self._model)
@@ -152,13 +151,12 @@ class Settings:
         return {"attention_pattern": "blockwise", "attention_sinks": sinks_beside_blocks(self._config.training_length)}
 
     def _open_other(self, name: str) -> Opened:
-        # Full attention needs no training length, and a model that does not say it can still be read so.
-        length = self.training_length or 2 if name == "full" else training_length_of(self._config, self._given)
+        length = self._length or training_length_of(self._config) if name != "full" else self._length or _NO_LENGTH
         model = sharing_weights(self._model)
-        way = WAYS[_WAY.get(name, name)]
-        reading = self._contexts.enter_context(way.open(model, Size(length, length)))
+        reading = self._contexts.enter_context(WAYS[_WAY.get(name, name)].open(model, Size(length, length)))
         assert reading.new_cache is not None, "ways without a cache are no settings"
-        return Opened(name, reading.model, reading.new_cache, self._patterns(name, model, length), self)
+        _check_pieces(model, reading.new_cache)
+        return Opened(name, model, reading.new_cache, self._patterns(name, model, length), self)
 
     def _patterns(self, name: str, model: PreTrainedModel, length: int) -> dict[int, FullPattern]:
         reader = reader_of(model)
@@ -179,6 +177,33 @@ class Settings:
         except Exception as error:  # code of models raises anything
             raise ValueError(f"reading a few tokens failed ({plain(error)}).") from error
         return {} if seen.unmasked or not seen.is_causal or -1 in seen.windows else seen.windows
+
+
+def _length_of(config: Any, given: int | None) -> int | None:
+    """Return a training length in tokens: the one given, or that of the configuration; `None` if it has none."""
+    if given is not None:
+        return training_length_of(config, given)
+    try:
+        return training_length_of(config)
+    except ValueError:
+        return None
+
+
+def _check_pieces(model: PreTrainedModel, new_cache: Callable[[], Cache]) -> None:
+    """Refuse a model that does not go on from its cache: it would forget what it has read."""
+    cache = new_cache()
+    try:
+        with torch.no_grad():
+            for piece in probe.tokens(model, 3).split(2, dim=1):
+                output = model(input_ids=piece, past_key_values=cache, use_cache=True)
+        lengths = {cache.get_seq_length(), output.past_key_values.get_seq_length()}
+    except Exception as error:  # code of models raises anything
+        raise ValueError(
+            f"{type(model).__name__} cannot read a text in pieces so ({plain(error)}). Choose another setting; its "
+            "perplexity is measured by lex-hf evaluate."
+        ) from error
+    if lengths != {3}:
+        raise ValueError(f"{type(model).__name__} does not fill its cache, so it cannot read a text in pieces.")
 
 
 def sharing_weights(model: PreTrainedModel) -> PreTrainedModel:
