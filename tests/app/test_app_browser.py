@@ -46,7 +46,7 @@ def address(desk: Any) -> Iterator[str]:
     from lex_hf.app.server import launch
 
     blocks = build(desk, MODEL.name)
-    yield launch(blocks, host="127.0.0.1", waits=False)
+    yield launch(blocks, host="127.0.0.1")
     blocks.close(verbose=False)
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from itertools import islice
@@ -63,7 +64,7 @@ def address(turns: Counted) -> Iterator[str]:
     desk = Desk(tiny_model(**BYTES), byte_tokenizer())
     desk.turns = turns
     blocks = build(desk, "tiny-lex")
-    yield launch(blocks, host="127.0.0.1", waits=False)
+    yield launch(blocks, host="127.0.0.1")
     blocks.close(verbose=False)
 
 
@@ -130,6 +131,14 @@ def test_nothing_comes_from_elsewhere(address: str) -> None:
         assert set(re.findall(r"https?://[^/'\" )]+", response.read().decode())) <= {"http://www.w3.org"}  # of SVG
 
 
+@pytest.mark.parametrize("path", [Path(__file__), "/etc/passwd", "pyproject.toml"])
+def test_files_of_the_machine_stay_there(path: object, address: str) -> None:
+    with pytest.raises(urllib.error.HTTPError) as error:
+        get(f"{address}gradio_api/file={path}")
+    assert error.value.code in (403, 404)
+    error.value.close()
+
+
 def ask(address: str, function: str, data: list[Any], session: str) -> Iterator[dict[str, Any]]:
     """Call a function of the page as a browser does, and yield what it is told."""
     with get(f"{address}config") as response:
@@ -191,9 +200,25 @@ def test_a_model_that_is_not_there_is_said_before_a_server_starts(
         assert message in result.stderr
 
 
-def test_the_command_serves(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
-    calls: list[dict[str, Any]] = []
-    monkeypatch.setattr("lex_hf.app.server.launch", lambda blocks, **options: calls.append(options))
-    result = command("app", folder, "--port", "7899")
+def test_the_command_serves_until_it_is_stopped(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    pages: list[str] = []
+
+    def block_thread(blocks: Any) -> None:
+        pages.append(get(address_of(blocks)).read().decode())
+        blocks.close(verbose=False)
+
+    def address_of(blocks: Any) -> str:
+        return str(blocks.local_url)
+
+    monkeypatch.setattr(gradio.Blocks, "block_thread", block_thread)
+    result = command("app", folder)
     assert result.exit_code == 0, result.output
-    assert calls == [{"host": "127.0.0.1", "port": 7899, "opens_browser": False}]
+    assert re.fullmatch(r"The page is at http://127.0.0.1:\d+/ and Ctrl-C ends it.", result.stdout.strip())
+    assert "tiny-lex" in pages[0]
+
+
+def test_a_port_that_is_taken_is_said(folder: Path, address: str) -> None:
+    port = address.rstrip("/").rpartition(":")[2]
+    result = command("app", folder, "--port", port)
+    assert result.exit_code == 1
+    assert f"empty port in range: {port}-{port}" in result.stderr

@@ -1,15 +1,19 @@
 """The page on a server."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gradio as gr
 from starlette.middleware import Middleware
+from transformers.utils import logging
 
 from lex_hf.app.desk import Desk
 from lex_hf.app.page import build
 from lex_hf.app.texts import MOST_CHARACTERS
 from lex_hf.evaluation.loading import load_for_evaluation
+
+logger = logging.get_logger(__name__)
 
 _FONTS = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
 _MONO = ["ui-monospace", "Menlo", "Consolas", "monospace"]
@@ -31,6 +35,7 @@ def serve_page(
     training_length: int | None = None,
     most_characters: int = MOST_CHARACTERS,
     opens_browser: bool = False,
+    report: Callable[[str], object] = logger.warning,
     **loading: Any,
 ) -> None:
     """Serve the page of a model, until the process is told to stop.
@@ -44,6 +49,7 @@ def serve_page(
             configuration says.
         most_characters: Characters of a text, at most.
         opens_browser: Whether a browser is opened.
+        report: Called with a line that says where the page is.
         loading: Options of [`lex_hf.evaluation.loading.load_for_evaluation`].
 
     Raises:
@@ -51,7 +57,9 @@ def serve_page(
         ValueError: If the model is missing, lacks weights, or an option is impossible: before the server starts.
     """
     blocks = load_page(model, name=name, training_length=training_length, most_characters=most_characters, **loading)
-    launch(blocks, host=host, port=port, opens_browser=opens_browser)
+    address = launch(blocks, host=host, port=port, opens_browser=opens_browser)
+    report(f"The page is at {address} and Ctrl-C ends it.")
+    blocks.block_thread()
 
 
 def load_page(
@@ -68,29 +76,14 @@ def load_page(
     return build(desk, name or (Path(model).resolve().name if Path(model).is_dir() else model))
 
 
-def launch(
-    blocks: gr.Blocks,
-    *,
-    host: str | None = None,
-    port: int | None = None,
-    opens_browser: bool = False,
-    waits: bool = True,
-) -> str:
-    """Start the server of a page, and return its address; see [`serve_page`].
-
-    Args:
-        blocks: The page.
-        host: As there.
-        port: As there.
-        opens_browser: As there.
-        waits: Whether to return when the process is told to stop, and not at once.
-    """
+def launch(blocks: gr.Blocks, *, host: str | None = None, port: int | None = None, opens_browser: bool = False) -> str:
+    """Start the server of a page, in threads of its own, and return its address; see [`serve_page`]."""
     _, address, _ = blocks.launch(
         server_name=host,
         server_port=port,
         inbrowser=opens_browser,
-        prevent_thread_lock=not waits,
-        quiet=not waits,
+        prevent_thread_lock=True,
+        quiet=True,  # it would advise to share the page through its makers' servers
         share=False,
         ssr_mode=False,
         enable_monitoring=False,

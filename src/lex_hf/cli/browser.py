@@ -1,5 +1,6 @@
 """The page in the browser: app, space."""
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +37,7 @@ def app(
     """
     from lex_hf.app.server import serve_page
 
-    with session():
+    with session() as console:
         loading = {"device": device, "dtype": dtype, "trust_remote_code": trust_remote_code}
         serve_page(
             model,
@@ -45,6 +46,7 @@ def app(
             opens_browser=open_browser,
             training_length=training_length,
             most_characters=max_characters,
+            report=partial(console.print, soft_wrap=True),
             **loading | options.packing(weights, device),
         )
 
