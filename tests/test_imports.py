@@ -42,16 +42,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.processes
 def test_importing_the_package_imports_no_library() -> None:
-    heavy = ("torch", "transformers", "huggingface_hub", "numpy", "typer", "rich")
+    heavy = ("torch", "transformers", "huggingface_hub", "numpy", "typer", "rich", "gradio")
     assert run(f"import sys, lex_hf; print([name for name in {heavy} if name in sys.modules])") == "[]"
 
 
-@pytest.mark.parametrize("arguments", ["--help", "--version", "train --help", "reproduce --help"])
+@pytest.mark.parametrize("arguments", ["--help", "--version", "train --help", "reproduce --help", "app --help"])
 def test_help_imports_no_library(arguments: str) -> None:
     code = """
     import atexit, sys
     from lex_hf.cli import main
-    heavy = ("torch", "transformers", "huggingface_hub", "numpy", "datasets")
+    heavy = ("torch", "transformers", "huggingface_hub", "numpy", "datasets", "gradio")
     atexit.register(lambda: print([name for name in heavy if name in sys.modules]))
     sys.argv = ["lex-hf", *sys.argv[1:]]
     main()

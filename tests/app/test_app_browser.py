@@ -137,6 +137,23 @@ def test_two_settings_read_what_is_typed(visit: Open, desk: Any) -> None:
     ]
 
 
+def test_the_pattern_of_a_layer_is_drawn(visit: Open, desk: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, pattern = [], desk.pattern
+    monkeypatch.setattr(desk, "pattern", lambda *given: (asked.append(given), pattern(*given))[1])
+    page = visit()
+    assert asked == [("blockwise", 0), ("full", 0)]
+    layer = page.locator("#layer input[type=number]")
+    assert layer.get_attribute("max") == "4"
+    layer.fill("3")
+    layer.press("Tab")
+    page.wait_for_timeout(1500)
+    assert asked[-2:] == [("blockwise", 2), ("full", 2)]
+    before = page.inner_html("#patterns")
+    choose(page, "#second", "Sliding window")
+    page.wait_for_function("document.querySelector('#patterns').innerText.includes('window of 256 tokens')")
+    assert page.inner_html("#patterns") != before
+
+
 def test_what_cannot_be_done_is_said(visit: Open, tmp_path: Path) -> None:
     page = visit()
     page.click("#read")

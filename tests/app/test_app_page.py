@@ -87,9 +87,14 @@ def test_what_a_writer_sees(page: Any) -> None:
 
 
 def test_what_patterns_show(page: Any) -> None:
+    from lex_hf.app.page import Page
+
     shown = page.patterns("blockwise", "full", 1)
     assert "Blockwise: blocks of 7 tokens" in shown
     assert shown.count("<path") == 2
+    hybrid = Page(Desk(tiny_model(**BYTES, attention_pattern=["blockwise", "full"]), byte_tokenizer()), "hybrid")
+    for layer, description in ((1, "blocks of 7 tokens"), (2, "all tokens before")):
+        assert f"Its own layers: {description}" in hybrid.patterns("own", "full", layer)
     refused = page.patterns("blockwise-sinks", "full", 1)
     assert "a LEX model has blocks of its own" in refused
     assert refused.count("<path") == 1

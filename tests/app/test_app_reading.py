@@ -268,6 +268,8 @@ def test_faults_of_the_program_are_not_problems_of_a_text() -> None:
 def test_curves_are_means_of_equal_parts() -> None:
     nll = torch.arange(23.0)
     assert by_position(Progress(nll[:13], 23), 5) == [(5, 2.0), (10, 7.0)]
-    assert by_position(Progress(nll, 23), 5) == [(5, 2.0), (10, 7.0), (15, 12.0), (20, 17.0), (23, 21.0)]
+    assert by_position(Progress(nll, 23), 5) == [(5, 2.0), (10, 7.0), (15, 12.0), (23, 18.5)]
+    assert by_position(Progress(nll[:22], 23), 5) == [(5, 2.0), (10, 7.0), (15, 12.0)]
     assert by_position(Progress(nll[:0], 23), 5) == []
+    assert by_position(Progress(nll[:1], 1), 64) == [(1, 0.0)]
     assert by_position(Progress(nll[:3], 3), 64) == [(1, 0.0), (2, 1.0), (3, 2.0)]

@@ -12,6 +12,7 @@ from lex_hf.app.desk import Desk
 from lex_hf.app.drawing import Card, Curve, Picture
 from lex_hf.app.pace import now_and_then
 from lex_hf.app.reading import Progress, by_position
+from lex_hf.app.settings import OWN
 from lex_hf.app.texts import example, text_of_file
 from lex_hf.app.writing import Sampling, Written
 
@@ -20,6 +21,7 @@ _POINTS = 64  # of a curve
 _SECONDS = 0.25  # between two pictures of a page
 _STYLES = ("first", "second")
 _KEEP = 3600  # seconds for which files that were opened are kept
+_WIDTH = 220  # pixels of a choice or a slider at least: on a phone, each has a row
 _TEXT_FILES = [".txt", ".md", ".rst", ".py", "text"]
 
 
@@ -187,12 +189,11 @@ _HEAVY: dict[str, Any] = {**_LIGHT, "concurrency_limit": PEOPLE}
 
 
 def _reading(page: Page, desk: Desk, text: gr.Textbox, blocks: gr.Blocks) -> None:
-    names, choices = list(desk.settings.titles), [(title, name) for name, title in desk.settings.titles.items()]
+    choices = [(title, name) for name, title in desk.settings.titles.items()]
+    other = OWN if OWN in desk.settings.titles else "full"
     with gr.Row():
-        first = gr.Dropdown(choices, value="blockwise", label="First setting", elem_id="first")
-        second = gr.Dropdown(
-            choices, value=names[0] if "own" in names else "full", label="Second setting", elem_id="second"
-        )
+        first = gr.Dropdown(choices, value="blockwise", label="First setting", min_width=_WIDTH, elem_id="first")
+        second = gr.Dropdown(choices, value=other, label="Second setting", min_width=_WIDTH, elem_id="second")
     with gr.Row():
         start = gr.Button("Read", min_width=120, variant="primary", elem_id="read")
         stop = gr.Button("Stop", min_width=120, elem_id="stop-reading")
@@ -206,10 +207,11 @@ def _reading(page: Page, desk: Desk, text: gr.Textbox, blocks: gr.Blocks) -> Non
         )
         drawn = gr.HTML(elem_id="patterns")
     gr.on(
-        [blocks.load, first.change, second.change, layer.release],
+        [blocks.load, first.change, second.change, layer.change],
         page.patterns,
         [first, second, layer],
         drawn,
+        trigger_mode="always_last",
         **_LIGHT,
     )
 
@@ -217,11 +219,18 @@ def _reading(page: Page, desk: Desk, text: gr.Textbox, blocks: gr.Blocks) -> Non
 def _writing(page: Page, desk: Desk, text: gr.Textbox) -> None:
     choices, usual = [(title, name) for name, title in desk.settings.titles.items()], Sampling()
     with gr.Row():
-        setting = gr.Dropdown(choices, value="blockwise", label="Setting", elem_id="setting")
+        setting = gr.Dropdown(choices, value="blockwise", label="Setting", min_width=_WIDTH, elem_id="setting")
         temperature = gr.Slider(
-            0, 2, value=usual.temperature, step=0.05, label="Temperature", info="0: the most probable token"
+            0,
+            2,
+            value=usual.temperature,
+            step=0.05,
+            label="Temperature",
+            info="0: the most probable token",
+            min_width=_WIDTH,
+            elem_id="temperature",
         )
-        top_p = gr.Slider(0.05, 1, value=usual.top_p, step=0.05, label="Top-p", info="1: any token")
+        top_p = gr.Slider(0.05, 1, value=usual.top_p, step=0.05, label="Top-p", min_width=_WIDTH, info="1: any token")
     with gr.Row():
         start = gr.Button("Write", min_width=120, variant="primary", elem_id="write")
         stop = gr.Button("Stop", min_width=120, elem_id="stop-writing")

@@ -4,6 +4,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from accelerate.utils.memory import should_reduce_batch_size
@@ -132,10 +133,12 @@ def by_position(progress: Progress, points: int) -> list[tuple[int, float]]:
         points: Number of places in the whole text, at most.
 
     Returns:
-        For each part of the text that has been read, all of equal length but for the last one of the text, the number
-        of tokens before its last one, and the mean loss in nats per token.
+        For each part of the text that has been read, all of equal length but for the last one of the text, which is
+        longer, the number of tokens before its last one, and the mean loss in nats per token.
     """
     size = math.ceil(progress.total / points)
-    is_whole = len(progress.nll) == progress.total
-    parts = [each for each in progress.nll.split(size) if len(each) == size or is_whole]
-    return [(min((index + 1) * size, progress.total), float(part.mean())) for index, part in enumerate(parts)]
+    count = max(1, progress.total // size)
+    ends = [size * index for index in range(1, count)] + [progress.total]
+    return [
+        (end, float(progress.nll[start:end].mean())) for start, end in pairwise([0, *ends]) if end <= len(progress.nll)
+    ]
