@@ -62,6 +62,11 @@ def test_names_of_the_same(one: str, other: str) -> None:
     assert style(one) == style(other)
 
 
+@pytest.mark.parametrize("name", [*SCHEMES, *(way.title for way in WAYS.values())])
+def test_schemes_and_ways_have_a_style_of_their_own(name: str) -> None:
+    assert styles(["unknown", "other", name])[name] == style(name)
+
+
 def test_blocks_differ_by_their_dash() -> None:
     for scheme in SCHEMES:
         whole, blocks = style(scheme), style(f"{scheme} + BCA")

@@ -39,6 +39,7 @@ def name_curves(curves: Mapping[Axes, Sequence[Line2D]], *, columns: int = 4) ->
     """
     figure = next(iter(curves)).get_figure(root=True)
     assert figure is not None
+    figure.draw_without_rendering()  # lays out the axes
     if all(_fits_beside(axes, lines) for axes, lines in curves.items()):
         written = [text for axes, lines in curves.items() for text in _beside(axes, lines)]
         if _are_narrow(figure, written) and _within(figure, curves, written):
@@ -47,7 +48,7 @@ def name_curves(curves: Mapping[Axes, Sequence[Line2D]], *, columns: int = 4) ->
             text.remove()
     entries = {str(line.get_label()): line for line in chain.from_iterable(curves.values())}
     fitting = int(72 * figure.get_figwidth() / (_LETTER * max(map(len, entries)) + _SAMPLE))
-    legend_below(figure, handles=entries.values(), labels=entries, ncols=max(1, min(columns, fitting, len(entries))))
+    legend_below(figure, handles=entries.values(), labels=entries, ncols=max(1, min(columns, fitting)))
 
 
 def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list[float]:
@@ -80,11 +81,14 @@ def spread(wanted: Sequence[float], gap: float, low: float, high: float) -> list
 
 def _fits_beside(axes: Axes, lines: Sequence[Line2D]) -> bool:
     """Return whether all curves have an end, and their names fit below each other."""
-    figure = axes.get_figure(root=True)
+    return len(lines) * _LINE <= _size(axes)[1] and all(len(_points(line)) for line in lines)
+
+
+def _size(axes: Axes) -> tuple[float, float]:
+    """Width and height of axes in points."""
+    figure, box = axes.get_figure(root=True), axes.get_window_extent()
     assert figure is not None
-    figure.draw_without_rendering()  # lays out the axes
-    high = axes.get_window_extent().height * 72 / figure.dpi
-    return len(lines) * _LINE <= high and all(len(_points(line)) for line in lines)
+    return box.width * 72 / figure.dpi, box.height * 72 / figure.dpi
 
 
 def _points(line: Line2D) -> np.ndarray:
@@ -93,10 +97,10 @@ def _points(line: Line2D) -> np.ndarray:
     return points[np.isfinite(points).all(axis=1)]
 
 
-def _ends_at_last(axes: Axes, lines: Sequence[Line2D]) -> dict[Line2D, bool]:
-    """Of each curve, whether it reaches as far to the right as any."""
-    last = max(_points(line)[-1, 0] for line in lines)
-    return {line: bool(_points(line)[-1, 0] == last) for line in lines}
+def _reach_last(lines: Sequence[Line2D]) -> list[Line2D]:
+    """Return the curves that reach as far to the right as any."""
+    ends = [_points(line)[-1, 0] for line in lines]
+    return [line for line, end in zip(lines, ends, strict=True) if end == max(ends)]
 
 
 def _beside(axes: Axes, lines: Sequence[Line2D]) -> Iterator[Annotation]:
@@ -104,14 +108,10 @@ def _beside(axes: Axes, lines: Sequence[Line2D]) -> Iterator[Annotation]:
 
     A curve that has left the axes has an arrow in the place of the line, at the side where it left.
     """
-    figure = axes.get_figure(root=True)
-    assert figure is not None
-    box = axes.get_window_extent()
-    scale = 72 / figure.dpi
-    ending = [line for line, is_last in _ends_at_last(axes, lines).items() if is_last]
+    wide, high = _size(axes)
+    ending = _reach_last(lines)
     ends = [axes.transAxes.inverted().transform(axes.transData.transform(_points(line)[-1])) for line in ending]
-    high = box.height * scale
-    places = spread([float(np.clip(y, 0, 1)) * high for _, y in ends], _LINE, 0, max(high, (len(ends) - 1) * _LINE))
+    places = spread([float(np.clip(y, 0, 1)) * high for _, y in ends], _LINE, 0, high)
     for line, (x, y), place in zip(ending, ends, places, strict=True):
         is_shown = 0 <= y <= 1
         arrow = "" if is_shown else " ↑" if y > 1 else " ↓"
@@ -119,7 +119,7 @@ def _beside(axes: Axes, lines: Sequence[Line2D]) -> Iterator[Annotation]:
             f"{line.get_label()}{arrow}",
             (x, y),
             xycoords="axes fraction",
-            xytext=(1 + _AWAY / (box.width * scale), place / high),
+            xytext=(1 + _AWAY / wide, place / high),
             textcoords="axes fraction",
             verticalalignment="center_baseline",
             fontsize=_FONT,
@@ -146,8 +146,7 @@ def _are_narrow(figure: Figure, written: Sequence[Annotation]) -> bool:
     renderer = FigureCanvasAgg(figure).get_renderer()
     widest: dict[object, float] = {}
     for text in written:
-        wide = Bbox(_box(text, renderer)).width
-        widest[text.axes] = max(widest.get(text.axes, 0.0), wide)
+        widest[text.axes] = max(widest.get(text.axes, 0.0), _box(text, renderer).width)
     return sum(widest.values()) <= _WIDEST * figure.bbox.width
 
 
@@ -165,13 +164,12 @@ def _within(figure: Figure, curves: Mapping[Axes, Sequence[Line2D]], written: li
     """
     figure.draw_without_rendering()  # names beside the axes have made them narrower
     for axes, lines in curves.items():
-        taken: list[Bbox] = []
-        for line, is_last in _ends_at_last(axes, lines).items():
-            if not is_last:
-                text = _free_name(axes, line, taken)
-                if text is None:
-                    return False
-                written.append(text)
+        taken, beside = list[Bbox](), _reach_last(lines)
+        for line in (each for each in lines if each not in beside):
+            text = _free_name(axes, line, taken)
+            if text is None:
+                return False
+            written.append(text)
     return True
 
 

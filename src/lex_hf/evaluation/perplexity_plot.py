@@ -197,7 +197,7 @@ def perplexity_by_scheme(
         axes.set(xlabel=xlabel, ylabel="Perplexity")
         axes.set_title(printable(pattern), parse_math=False, pad=18)
         lengths = set[int]().union(*curves.values())
-        if min(lengths, default=length) <= length <= max(lengths, default=length):
+        if lengths and min(lengths) <= length <= max(lengths):
             mark_training_length(axes, length)
     _log_perplexity(every[0], [curve for curves in panels.values() for curve in curves.values()])
     name_curves(drawn, columns=legend_columns)

@@ -151,7 +151,9 @@ def _panel(memory: str, ways: Sequence[WayResult]) -> str:
     """Return the title of a panel: how ways use memory, and the least and the most that they keep."""
     sizes = sorted(way.bytes_kept for way in ways if way.bytes_kept is not None)
     known = [f"{size / 2**20:.2g}" for size in sizes]
-    return f"{memory}: {' to '.join(dict.fromkeys([*known[:1], *known[-1:]]))} MiB of keys and values"
+    if not known:
+        return memory
+    return f"{memory}: {' to '.join(dict.fromkeys([known[0], known[-1]]))} MiB of keys and values"
 
 
 def measure_ways(

@@ -344,9 +344,10 @@ def _picture(record: Mapping[str, Any], name: str, result: Mapping[str, Any], sy
 
 
 def _perplexities(record: Mapping[str, Any], result: Mapping[str, Any], systems: Sequence[str], title: str) -> Figure:
-    """Draw systems, and the reference wherever there is one, so that the differences of every picture are from it."""
-    if record["reference"] is not None:
-        systems = list(dict.fromkeys([record["reference"], *systems]))
+    """Draw systems, and the reference wherever it was measured: differences of every picture are from it."""
+    reference = record["reference"] if record["reference"] in record["systems"] else None
+    if reference is not None:
+        systems = list(dict.fromkeys([reference, *systems]))
     curves: dict[str, dict[int, float]] = {system: {} for system in systems}
     intervals: dict[str, dict[int, tuple[float, float]]] = {system: {} for system in systems}
     for system in systems:
@@ -356,5 +357,5 @@ def _perplexities(record: Mapping[str, Any], result: Mapping[str, Any], systems:
             if cell["seed_interval"] is not None:
                 intervals[system][length] = _ends(record, cell["seed_interval"])
     return plots.perplexity_by_length(
-        curves, record["training_length"], title=title, intervals=intervals, reference=record["reference"]
+        curves, record["training_length"], title=title, intervals=intervals, reference=reference
     )
