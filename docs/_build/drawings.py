@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 
 FOLDER = Path(__file__).parents[1] / "drawings"
 LENGTH, TOKENS = 8, 24  # training length and text of the drawings
-_BLUE, _ORANGE, _GREY, _PALE = "#3b76c4", "#d97706", "#8a8a8a", "#8a8a8a33"
+_BLUE, _LIGHT, _ORANGE, _GREY, _PALE = "#3b76c4", "#6f9fdd", "#d97706", "#8a8a8a", "#8a8a8a33"
 Sees = Callable[[int, int], bool]
 
 
@@ -64,7 +64,7 @@ def folding() -> str:
         parts.extend(_labelled(10, top, wide, high, f"queries {block}", _PALE))
         parts.append(_text(10 + wide + 12, top + 17, "×"))
         for place, key in enumerate(range(max(0, block - 1), block + 1)):
-            colour = _BLUE if key == block else _ORANGE
+            colour = _BLUE if key == block else _LIGHT
             parts.extend(_labelled(10 + wide + 32 + place * wide, top, wide, high, f"keys {key}", colour))
     return _svg(560, 104 + count * (high + 8) + 4, parts)
 
@@ -120,7 +120,7 @@ def _matrix(left: float, top: float, cell: int, sees: Sees) -> Iterator[str]:
 
 def _labelled(x: float, y: float, width: float, height: float, label: str, colour: str) -> Iterator[str]:
     yield _box(x, y, width - 4, height, colour)
-    on_colour = "#ffffff" if colour in (_BLUE, _ORANGE) else _GREY
+    on_colour = _GREY if colour == _PALE else "#ffffff"
     yield _text(x + (width - 4) / 2, y + height / 2 + 4.5, label, anchor="middle", colour=on_colour)
 
 
