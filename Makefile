@@ -63,9 +63,9 @@ $(SITE)/.installed: constraints.txt
 docs: $(SITE)/.installed ## the documentation as a site, in build/site; broken links and unknown names fail
 	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict
 
-docs-test: $(VENV)/.installed-dev ## run README's code and all notebooks, in build/notebooks; ten minutes
+docs-test: $(VENV)/.installed-dev ## run the code on pages and all notebooks, in build/notebooks; ten minutes
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,notebooks]'
-	$(BIN)/python -m pytest tests/test_readme.py tests/test_notebooks.py tests/hub/test_zoo.py
+	$(BIN)/python -m pytest tests/test_pages.py tests/test_notebooks.py tests/hub/test_zoo.py
 	mkdir -p build && rm -rf build/notebooks && cp -R notebooks build/notebooks && rm -rf build/model_cards && cp -R model_cards build/
 	$(BIN)/jupyter nbconvert --to notebook --execute --inplace build/notebooks/*.ipynb
 

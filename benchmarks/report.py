@@ -26,6 +26,9 @@ from rich.table import Table as RichTable
 from systems import SYSTEMS
 
 from lex_hf.evaluation import plots
+from lex_hf.evaluation.drawing import length_axis, log_axis, new_figure
+from lex_hf.evaluation.labels import name_curves
+from lex_hf.evaluation.styles import styles
 
 FOLDER = Path(__file__).parent
 NONE = "-"
@@ -44,12 +47,6 @@ TRAINING = {
     "llama": "Llama",
     "mistral": "Mistral",
 }
-# Two more than the figures of the package have, whose colours would change if these were added there.
-_STYLES = (
-    *plots.STYLES,
-    {"color": "#000000", "marker": "X", "linestyle": "-"},
-    {"color": "#7F7F7F", "marker": "<", "linestyle": ":"},
-)
 MEMORY = {
     "streaming": "streaming evaluation",
     "training": "training step",
@@ -287,17 +284,18 @@ def picture(record: Record) -> Figure | None:
     panels = {names: curves for names, curves in panels.items() if any(curves.values())}
     if not panels:
         return None
-    figure = Figure(figsize=(1 + 4 * len(panels), 4.6), layout="constrained")
-    figure.suptitle(_hardware(record))
-    styles, legend = dict(zip(SYSTEMS, _STYLES, strict=True)), dict[str, Line2D]()
+    figure = new_figure((1 + 3.9 * len(panels), 4.4), _hardware(record))
+    drawn, looks = dict[Axes, list[Line2D]](), styles(SYSTEMS)
     for place, ((title, xlabel, ylabel), curves) in enumerate(panels.items(), start=1):
         axes = figure.add_subplot(1, len(panels), place)
-        for system, curve in curves.items():
-            (line,) = axes.plot(list(curve), list(curve.values()), label=system, markersize=5, **styles[system])
-            legend.setdefault(system, line)
-        axes.set(title=title, xlabel=xlabel, ylabel=ylabel)
-        _logarithmic(axes)
-    figure.legend(legend.values(), legend, loc="outside lower center", ncols=4, frameon=False)
+        drawn[axes] = [
+            axes.plot(list(curve), list(curve.values()), label=system, markersize=5, **looks[system])[0]
+            for system, curve in curves.items()
+        ]
+        length_axis(axes, [length for curve in curves.values() for length in curve])
+        axes.set(title=title, xlabel=xlabel, ylabel=ylabel, yscale="log")
+        log_axis(axes.yaxis)
+    name_curves(drawn)
     return figure
 
 
@@ -326,16 +324,6 @@ def _memories(record: Record) -> dict[str, dict[int, float]]:
         if peak.task == "prefill" and not peak.skipped:
             curves.setdefault(peak.system, {})[peak.length] = (peak.peak - peak.built) / 2**20
     return curves
-
-
-def _logarithmic(axes: Axes) -> None:
-    ticks = sorted({float(x) for line in axes.lines for x in np.asarray(line.get_xdata())})
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set(yscale="log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.grid(visible=True, which="both", color="0.92")
 
 
 def _hardware(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""Decoding by the dtype of weights, in the benchmark: what is measured, the floor, and what README says of it."""
+"""Decoding by the dtype of weights, in the benchmark: what is measured, the floor, and what the page says of it."""
 
 from dataclasses import replace
 
@@ -45,13 +45,14 @@ def test_the_floor_of_a_precision_reads_weights_and_keys_at_their_own_speed() ->
     assert derived.precision_floor(record, "lex_rows_int8") == pytest.approx(expected)
 
 
-def test_readme_of_the_project_has_the_ratios_of_the_record() -> None:
+def test_the_page_has_the_ratios_of_the_record() -> None:
     if not (FOLDER / "precision.json").is_file():
         pytest.skip("precisions were not recorded yet")
-    record, readme = Record.read(FOLDER / "precision.json"), (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    record = Record.read(FOLDER / "precision.json")
+    page = (FOLDER.parent / "docs/generation.md").read_text(encoding="utf-8")
     names = {"bfloat16": 'dtype="bfloat16"', "int8": "PackedWeightsConfig(8)", "int4": "PackedWeightsConfig(4)"}
     for kind, name in names.items():
-        cells = [cell.strip() for cell in readme.split(f"\n| `{name}` |")[1].split("\n")[0].split("|")]
+        cells = [cell.strip() for cell in page.split(f"\n| `{name}` |")[1].split("\n")[0].split("|")]
         for system, cell in zip(("lex", "blockwise_llama"), cells[1:3], strict=True):
             seconds, whole = (
                 derived.per_token(record, "precision", f"{system}_{each}", 1024) for each in (kind, "float32")

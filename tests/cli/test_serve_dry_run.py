@@ -67,13 +67,13 @@ def test_the_figures_are_those_of_capacity(arguments: list[str], config: Any, op
     assert list(Path(arguments[0]).glob("*.safetensors")) == []
 
 
-def test_readme_shows_what_is_printed() -> None:
-    """README's example, whose models are described there."""
+def test_the_page_shows_what_is_printed() -> None:
+    """The page's example, whose models are described there."""
     LexConfig().save_pretrained("gpt-medium")
     sizes = {"vocab_size": 128256, "intermediate_size": 14336, "num_key_value_heads": 8}
     LlamaConfig(**sizes, **HALF, max_position_embeddings=8192).save_pretrained("llama-8b")
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    calls = [part.split("```")[0] for part in readme.split("$ lex-hf serve ") if "--dry-run" in part.split("\n")[0]]
+    page = (Path(__file__).parents[2] / "docs/serving.md").read_text(encoding="utf-8")
+    calls = [part.split("```")[0] for part in page.split("$ lex-hf serve ") if "--dry-run" in part.split("\n")[0]]
     assert len(calls) == 2
     for each in calls:
         call, *lines = each.strip().split("\n")
@@ -94,7 +94,7 @@ def test_the_table_shows_every_row_and_what_counts() -> None:
         assert f"{row} {each['tokens_per_second_alone']:,.0f}" in shown
     assert "embeddings that are not the head" in shown
     mixed = lex("serve", "mixed", "--dry-run", *DEVICE).stdout
-    assert mixed.count("blockwise + full") == mixed.count("\n full") == 3
+    assert mixed.count("blockwise + full") == mixed.count("\nfull") == 3
 
 
 NOTES = (

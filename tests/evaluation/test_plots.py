@@ -38,25 +38,133 @@ def drawn(figure: Figure, tmp_path: Path) -> np.ndarray:
     return np.asarray(figure.canvas.buffer_rgba())  # type: ignore[attr-defined]
 
 
-def test_perplexity_by_length(tmp_path: Path) -> None:
+def names(figure: Figure) -> set[str]:
+    """Names of curves, wherever they stand: in legends, or at the ends of curves."""
+    legends = [*figure.legends, *filter(None, (axes.get_legend() for axes in figure.axes))]
+    texts = [text for legend in legends for text in legend.get_texts()] + [
+        t for axes in figure.axes for t in axes.texts
+    ]
+    return {text.get_text() for text in texts}
+
+
+def values(axes: Any, name: str) -> list[float]:
+    """The heights of a curve; NaN compares as equal."""
+    return [math.inf if math.isnan(value) else value for value in lines(axes)[name]]
+
+
+def test_perplexity_by_length_shows_values_and_differences(tmp_path: Path) -> None:
     figure = plots.perplexity_by_length(CURVES, 16, title="texts")
-    for axes in figure.axes:
-        for system, curve in CURVES.items():
-            assert lines(axes)[system] == list(curve.values())
-        assert not axes.collections
+    whole, differences = figure.axes
+    for system, curve in CURVES.items():
+        assert lines(whole)[system] == list(curve.values())
+    assert values(differences, "one") == [0.0, 0.0, 0.0]
+    assert values(differences, "other") == pytest.approx([100 * 0.5 / 3.0, 100 * 1.5 / 2.5])
+    assert differences.get_ylabel() == "Difference from one (%)"
+    assert not whole.collections
     drawn(figure, tmp_path)
-    assert plots.perplexity_by_length({"one": {8: 3.0}}, 16, title="a single point").axes[1].get_ylim()[0] < 3.0
+
+
+def test_a_single_system_has_no_differences() -> None:
+    (axes,) = plots.perplexity_by_length({"one": {8: 3.0}}, 16, title="a single point").axes
+    low, high = axes.get_ylim()
+    assert low < 3.0 < high
+
+
+@pytest.mark.parametrize(
+    ("systems", "reference", "chosen"),
+    [
+        (["a", "b"], None, "a"),
+        (["a", "b"], "b", "b"),
+        (["rope", "xPos", "xPos + BCA"], None, "xPos + BCA"),
+        (["Roformer + BCA", "LEX Transformer"], None, "LEX Transformer"),
+        (["rope", "LEX Transformer"], "rope", "rope"),
+    ],
+)
+def test_differences_are_from_lex_or_the_system_named(systems: list[str], reference: str | None, chosen: str) -> None:
+    curves = {system: {8: place + 2.0, 16: place + 3.0} for place, system in enumerate(systems)}
+    differences = plots.perplexity_by_length(curves, 16, title="texts", reference=reference).axes[1]
+    base = curves[chosen]
+    for system, curve in curves.items():
+        expected = [100 * (value - base[length]) / base[length] for length, value in curve.items()]
+        assert values(differences, system) == pytest.approx(expected)
+    assert chosen in differences.get_ylabel()
+
+
+def test_a_reference_that_is_not_there() -> None:
+    with pytest.raises(ValueError, match="reference = third: it must be one of one, other"):
+        plots.perplexity_by_length(CURVES, 16, title="texts", reference="third")
+
+
+def test_what_breaks_leaves_the_differences(tmp_path: Path) -> None:
+    curves = {"xPos + BCA": {8: 5.0, 16: 4.0}, "alibi": {8: 5.5, 16: 4.2}, "rope": {8: 5.0, 16: 80.0}}
+    figure = plots.perplexity_by_length(curves, 8, title="texts")
+    low, high = figure.axes[1].get_ylim()
+    assert low < 0
+    assert 10 < high < 20
+    assert {"alibi", "rope ↑"} <= {text.get_text() for text in figure.axes[1].texts}
+    assert {"alibi", "rope"} <= {text.get_text() for text in figure.axes[0].texts}
+    drawn(figure, tmp_path)
+
+
+def test_perplexity_by_text_shows_changes_from_the_training_length(tmp_path: Path) -> None:
+    curves = {"books": {8: 5.0, 16: 4.0, 32: 3.0}, "talks": {8: 150.0, 16: 100.0, 32: 98.0}}
+    figure = plots.perplexity_by_text(curves, 16, title="model")
+    whole, changes = figure.axes
+    assert lines(whole)["talks"] == [150.0, 100.0, 98.0]
+    assert values(changes, "books") == pytest.approx([25, 0, -25])
+    assert values(changes, "talks") == pytest.approx([50, 0, -2])
+    assert changes.get_ylabel() == "Change from 16 tokens (%)"
+    drawn(figure, tmp_path)
+    assert plots.perplexity_by_text(curves, 31, title="model").axes[1].get_ylabel() == "Change from 16 tokens (%)"
+    assert len(plots.perplexity_by_text(curves, 7, title="model").axes) == 1  # nothing was read within it
 
 
 def test_intervals_of_perplexity(tmp_path: Path) -> None:
-    intervals = {"one": {8: (2.5, 3.5), 16: (2.0, 2.75), 32: (1.5, 2.5)}}
+    intervals = {"one": {8: (2.5, 3.5), 16: (2.0, 2.75), 32: (1.75, 2.5)}}
     figure = plots.perplexity_by_length(CURVES, 16, title="texts", intervals=intervals)
-    for axes in figure.axes:
-        (band,) = axes.collections
-        corners = {(x, y) for x, y in band.get_paths()[0].vertices.tolist()}
-        assert corners == {(float(length), end) for length, ends in intervals["one"].items() for end in ends}
-    assert figure.axes[1].get_ylim()[0] < 1.5
+    (band,) = figure.axes[0].collections
+    corners = {(x, y) for x, y in band.get_paths()[0].vertices.tolist()}
+    assert corners == {(float(length), end) for length, ends in intervals["one"].items() for end in ends}
+    assert figure.axes[0].get_ylim()[0] < 1.75
+    assert not figure.axes[1].collections  # intervals of two systems do not give that of their ratio
     drawn(figure, tmp_path)
+
+
+def test_wide_intervals_do_not_flatten_curves() -> None:
+    figure = plots.perplexity_by_length(CURVES, 16, title="texts", intervals={"one": {8: (0.01, 5000.0)}})
+    low, high = figure.axes[0].get_ylim()
+    assert 1 < low < 2.25
+    assert 4 < high < 8
+
+
+def test_a_system_looks_the_same_in_all_pictures() -> None:
+    """Whatever else is drawn, and in which order."""
+    curve = {8: 3.0, 16: 2.5}
+    figures = [
+        plots.perplexity_by_length({"xPos": curve, "LEX Transformer": curve, "Roformer": curve}, 8, title="t"),
+        plots.perplexity_by_length(
+            {"kerple": curve, "rope": curve, "xpos + BCA": curve, "my own": curve}, 8, title="t"
+        ),
+        plots.perplexity_by_scheme({"full": {"alibi": curve, "RoPE": curve}, "b": {"xpos": curve}}, 8, title="t"),
+    ]
+    looks = [
+        {line.get_label(): (line.get_color(), line.get_marker(), line._dash_pattern) for line in axes.lines}
+        for figure in figures
+        for axes in figure.axes
+    ]
+    first, _, second, _, full, blocks = looks
+    assert first["Roformer"] == second["rope"] == full["RoPE"]
+    assert first["LEX Transformer"] == second["xpos + BCA"]
+    assert first["xPos"] == blocks["xpos"]
+    assert first["xPos"][:2] == first["LEX Transformer"][:2]
+    assert first["xPos"][2] != first["LEX Transformer"][2]
+
+
+def test_schemes_that_are_emphasised_are_thick() -> None:
+    curve = {8: 3.0, 16: 2.5}
+    (axes,) = plots.perplexity_by_scheme({"full": {"a": curve, "b": curve}}, 8, title="t", emphasis=["b"]).axes
+    widths = {line.get_label(): line.get_linewidth() for line in axes.lines}
+    assert widths["b"] > 2 * widths["a"]
 
 
 @pytest.mark.parametrize(
@@ -77,8 +185,7 @@ def test_perplexities_that_are_not_finite(curve: dict[int, float], said: str, tm
     ]
     for figure in figures:
         drawn(figure, tmp_path)
-        legends = [*figure.legends, *filter(None, (axes.get_legend() for axes in figure.axes))]
-        assert f"one{said}" in [text.get_text() for legend in legends for text in legend.get_texts()]
+        assert f"one{said}" in names(figure)
     finite = [value for value in curve.values() if abs(value) < 1e300]
     assert [value for value in lines(figures[0].axes[0])[f"one{said}"] if not math.isnan(value)] == finite
 
@@ -119,9 +226,8 @@ def test_curves_that_are_not_finite(tmp_path: Path) -> None:
 def test_names_are_no_formulas(tmp_path: Path) -> None:
     figure = plots.perplexity_by_length({"$x_{$": CURVES["one"], "_b": CURVES["other"]}, 8, title="$\\frac{$ \udc80")
     drawn(figure, tmp_path)
-    legend = figure.axes[0].get_legend()
-    assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["$x_{$", " _b"]
+    assert {"$x_{$", " _b"} <= names(figure)
+    assert figure.axes[1].get_ylabel() == "Difference from $x_{$ (%)"
     drawn(plots.bias_matrices({"$x_{$": torch.zeros(2, 2)}, title="$x_{$"), tmp_path)
     drawn(plots.attention_expectation({"$x_{$": torch.zeros(2)}, title="$x_{$"), tmp_path)
 

@@ -3,6 +3,7 @@
 import gzip
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,30 @@ def test_the_picture_beyond_shows_bounded_ways(result: WaysResult) -> None:
     bounded = [way for way in result.ways if way.memory == "bounded"]
     assert len(bounded) == 4
     for way in bounded:
-        assert curves[way.name] == list(way.perplexity[2:])
+        assert curves[WAYS[way.way].title] == list(way.perplexity[2:])
+
+
+def test_the_picture_says_what_ways_keep_and_what_becomes_of_perplexity(result: WaysResult) -> None:
+    numbers = {"unchanged": (4.0, 6.0, 70.0, 80.84), "blockwise": (4.0, 6.0, 5.0, 4.6)}
+    ways = [
+        replace(way, nll=tuple(map(math.log, numbers[way.way])), bytes_kept=kept)
+        for way, kept in zip((each for each in result.ways if each.way in numbers), (6 << 20, 3 << 18), strict=True)
+    ]
+    buckets = ((0, 3), (4, 7), (8, 31), (32, 63))
+    figure = replace(result, model="mine", buckets=buckets, longest=64, training_length=8, ways=tuple(ways)).plot()
+    assert figure.get_suptitle() == (
+        "mine, trained on 8 tokens, reads 64: its perplexity\n"
+        "rises from 6.00 to 80.8 unchanged and falls from 6.00 to 4.60 in blocks"
+    )
+    assert [axes.get_title() for axes in figure.axes] == [
+        "keeps everything: 6 MiB of keys and values",
+        "bounded: 0.75 MiB of keys and values",
+    ]
+    unchanged = replace(result, ways=tuple(ways[:1]), buckets=buckets).plot()
+    assert unchanged.get_suptitle().endswith("perplexity by position")
+    (axes,) = replace(result, ways=tuple(ways[:1]), buckets=buckets).plot_beyond().axes
+    assert not axes.lines
+    assert axes.get_title() == "bounded"
 
 
 def test_dynamic_frequencies_do_not_depend_on_the_order_of_texts() -> None:

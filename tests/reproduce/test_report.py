@@ -86,6 +86,16 @@ def test_many_systems_get_several_pictures(count: int, pictures: list[str]) -> N
     assert [f"]({name})" in report.render(record) for name in pictures] == [True] * len(pictures)
 
 
+def test_the_reference_is_in_all_pictures() -> None:
+    record = _record()
+    record["systems"] = {name: {"group": ""} for name in ["a", *map(str, range(8))]}
+    cells = record["results"]["books"]["cells"]["a"]
+    record["results"]["books"]["cells"] = dict.fromkeys(record["systems"], cells)
+    for figure in report.pictures(record).values():
+        assert "a" in {line.get_label() for line in figure.axes[0].lines}
+        assert figure.axes[1].get_ylabel() == "Difference from a (%)"
+
+
 @pytest.mark.parametrize(("value", "shown"), [(math.nan, "NaN"), (math.inf, "∞"), (800.0, "∞"), (0.0, "1.000")])
 def test_losses_that_are_not_finite_are_shown_as_what_they_are(value: float, shown: str) -> None:
     assert report._number(report._shown({"perplexity": True}, value)) == shown

@@ -69,10 +69,10 @@ def test_a_report_that_cannot_be_written_is_printed(tmp_path: Path, monkeypatch:
         raise OSError("No space left on device")
 
     monkeypatch.setattr(report, "write_text", full)
-    result = _lex("lex-figure2", "--output", tmp_path / "output", "--seeds", "0")
+    result = _lex("lex-figure2", "--output", tmp_path / "output", "--seeds", "0", "--quiet")
     assert result.exit_code == 1
     assert "No space left on device" in result.stderr
-    assert "# Figure 2 of" in result.stdout
+    assert "# Figure 2 of" in result.stderr
 
 
 def test_an_output_that_is_a_file_fails_before_the_work(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.console import Group
 
 from lex_hf.cli import options
 from lex_hf.cli.printing import is_main_process, new_table, number, session, show
@@ -73,7 +73,7 @@ def evaluate(
         console,
         as_json,
         [result.to_dict() for result in results],
-        _perplexity_table(f"{model}: {len(texts)} texts, {protocol}", rows),
+        _perplexity_table(f"{model}: {_texts(texts)}, {protocol}", rows),
         lambda: None if csv is None else _write_csv(csv, rows),
         lambda: None if draw is None else draw(results),
     )
@@ -144,10 +144,14 @@ def compare(
         return
     rows = [{"model": name} | _perplexity_rows(result)[-1] for name, result in zip("AB", results, strict=True)]
     if not as_json:  # also if they do not compare, as with different tokenizers
-        console.print(_perplexity_table(f"A: {model_a}, B: {model_b}: {len(texts)} texts, {protocol}", rows))
+        console.print(_perplexity_table(f"A: {model_a}, B: {model_b}: {_texts(texts)}, {protocol}", rows))
     paired = comparison.compare(*results)
     both = {name: result.to_dict() for name, result in zip("ab", results, strict=True)}
     show(console, as_json, paired.to_dict() | both, _comparison(paired))
+
+
+def _texts(texts: list[str]) -> str:
+    return f"{len(texts)} text{'' if len(texts) == 1 else 's'}"
 
 
 def _batch_size(text: str) -> Any:
@@ -170,8 +174,9 @@ def _perplexity_rows(result: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _perplexity_table(title: str, rows: list[dict[str, Any]]) -> Table:
-    caption = "low and high: 95 % interval of the perplexity, from a bootstrap over texts"
+def _perplexity_table(title: str, rows: list[dict[str, Any]]) -> Group:
+    has_interval = any(row["low"] is not None for row in rows)
+    caption = "low and high: 95 % interval of the perplexity, from a bootstrap over texts" if has_interval else None
     return new_table(title, [number(name) for name in rows[0]], (map(_cell, row.values()) for row in rows), caption)
 
 

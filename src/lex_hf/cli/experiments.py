@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Column
 
 from lex_hf.cli.options import LARGEST_SEED, MOST, Device, Json
-from lex_hf.cli.printing import is_main_process, new_table, number, print_json, session
+from lex_hf.cli.printing import is_main_process, new_table, notices, number, print_json, session
 from lex_hf.cli.ways import tables
 
 if TYPE_CHECKING:
@@ -125,14 +125,16 @@ def reproduce(
         result: dict[str, Any]
         if table == everything.ALL:
             result = (
-                _plan_all(request, console, quiet=as_json) if dry_run else everything.run_all(request, console=console)
+                _plan_all(request, console, quiet=as_json)
+                if dry_run
+                else everything.run_all(request, console=notices())
             )
         elif dry_run:
             result = running.Plan(request).to_dict()
             if not as_json:
                 _print_reproduction(console, result)
         else:
-            result = running.run(request, console=console)
+            result = running.run(request, console=notices())
     if as_json and is_main_process():
         print_json(result)
 
@@ -152,7 +154,7 @@ def _reproduce_ways(output: Path, steps: int | None, seeds: list[int], as_json: 
     from lex_hf.reproduce import ways
 
     with session(as_json) as console:
-        results = ways.run(output, steps=steps or ways.STEPS, seed=seeds[0] if seeds else 0, console=console)
+        results = ways.run(output, steps=steps or ways.STEPS, seed=seeds[0] if seeds else 0, console=notices())
     if as_json:
         print_json({kind: result.to_dict() for kind, result in results.items()})
         return
@@ -168,8 +170,10 @@ def _reproduce_recall(
     """Train tiny models of many systems, and measure what they recall, by distance."""
     from lex_hf.reproduce import recall
 
-    with session(as_json) as console:
-        record = recall.run(output, steps=steps or recall.STEPS, seeds=seeds, data=data, tests=tests, console=console)
+    with session(as_json):
+        record = recall.run(
+            output, steps=steps or recall.STEPS, seeds=seeds, data=data, tests=tests, console=notices()
+        )
     if as_json and is_main_process():
         print_json(record)
 

@@ -61,7 +61,7 @@ def generate(
     from lex_hf.evaluation.sweep import of_pattern
     from lex_hf.inference.generation import continue_text, encode_prompt
 
-    with session(as_json):
+    with session(as_json, prints=True):
         loading = options.loading(device, dtype, trust_remote_code, blockwise, sinks) | options.packing(
             weights, device
         )
@@ -247,7 +247,7 @@ def serve(
         )
         capacity.dry_run(asked, is_wanted=dry_run, as_json=as_json)
         return
-    with session():
+    with session(prints=True):
         settings = {
             "host": host,
             "port": port,

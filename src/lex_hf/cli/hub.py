@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Group
 from rich.filesize import decimal
-from rich.table import Column, Table
+from rich.table import Column
 
 from lex_hf.cli.options import LARGEST_SEED, Json
 from lex_hf.cli.printing import new_table, number, print_json, session
@@ -92,7 +93,7 @@ def _corpora(pairs: list[str]) -> dict[str, list[str]]:
     return corpora
 
 
-def _files_table(title: str, files: list[Any]) -> Table:
+def _files_table(title: str, files: list[Any]) -> Group:
     """Return a table of what a push sends, with sizes, and what stays, with the reasons."""
     sent = [file for file in files if file.sent]
     total = decimal(sum(file.size for file in sent))

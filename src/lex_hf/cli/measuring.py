@@ -3,10 +3,9 @@
 from typing import Annotated, Any, cast
 
 import typer
-from rich.table import Column, Table
 
 from lex_hf.cli import options
-from lex_hf.cli.printing import session, show
+from lex_hf.cli.printing import new_table, number, session, show
 
 
 def check(
@@ -21,7 +20,7 @@ def check(
     trust_remote_code: options.Trust = False,
     as_json: options.Json = False,
 ) -> None:
-    """Check order variance and translation invariance of a model (LEX paper, Eq. 1 and 2)."""
+    """Check order variance and translation invariance of a model (LEX paper, equations 1 and 2)."""
     from lex_hf.evaluation.invariance import check_positions
     from lex_hf.evaluation.loading import load_for_evaluation
     from lex_hf.evaluation.sweep import of_pattern
@@ -31,19 +30,18 @@ def check(
         sample = "A block sees itself and the one before. " * 15 if text is None else options.typed(text, "--text")
         network, tokenizer = load_for_evaluation(model, **loading, **of_pattern(attention_pattern))
         result = check_positions(network, tokenizer(sample, return_tensors="pt")["input_ids"], shift=shift)
-    table = Table("when", _right("change"), "so", title=f"{model}: largest change of a logit")
     shifted, longer = (
         "refused" if value is None else f"{value:.2e}" for value in (result.shifted_positions, result.text_in_front)
     )
-    for row in (
+    rows = (
         ("earlier tokens are permuted", f"{result.order_variance:.2e}", _says(result.is_order_variant, "knows order")),
         (f"{shift} tokens of padding are prepended", f"{result.left_padding:.2e}", ""),
         (f"{shift} tokens of padding are appended", f"{result.right_padding:.2e}", ""),
         ("", "", _says(result.ignores_padding, "padding changes nothing")),
         (f"positions start at {shift}", shifted, _says(result.ignores_shifts, "positions are relative")),
         (f"{shift} tokens of text are prepended", longer, "a longer context"),
-    ):
-        table.add_row(*row)
+    )
+    table = new_table(f"{model}: largest change of a logit", ("when", number("change"), "so"), rows)
     show(console, as_json, vars(result), table)
 
 
@@ -63,7 +61,7 @@ def resolution(
     text_field: options.TextField = "text",
     as_json: options.Json = False,
 ) -> None:
-    """Measure attention resolution, layer by layer (LEX paper, Eq. 3, 4, 13)."""
+    """Measure attention resolution, layer by layer (LEX paper, equations 3, 4 and 13)."""
     import torch
 
     from lex_hf.data.documents import load_documents
@@ -82,10 +80,13 @@ def resolution(
         texts = load_documents(files, text_field=text_field)
         loaded = with_patterns(model, texts, patterns, loading=loading, length=length, count=segments)
         results = {name: measure_resolution(*given, reading=cast(Any, reading)) for name, *given in loaded}
-    table = Table(*map(_right, ("layer", *results)), title=f"{model}: attention resolution at {length} tokens")
     columns = [[*result.by_layer, result.mean] for result in results.values()]
-    for layer, row in enumerate(zip(*columns, strict=True)):
-        table.add_row("mean" if layer == len(columns[0]) - 1 else str(layer), *(f"{value:.4f}" for value in row))
+    rows = [
+        ("mean" if layer == len(columns[0]) - 1 else str(layer), *(f"{value:.4f}" for value in row))
+        for layer, row in enumerate(zip(*columns, strict=True))
+    ]
+    heads = map(number, ("layer", *results))
+    table = new_table(f"{model}: attention resolution at {length} tokens", heads, rows)
     title = f"{model}: resolution at {length} tokens"
     pictures = {"resolution": lambda: plots.resolution_by_layer(results, title=title)} | {
         f"curves-{name}": result.plot for name, result in results.items()
@@ -135,11 +136,12 @@ def receptive_field(
         texts = load_documents(files, text_field=text_field)
         loaded = with_patterns(model, texts, patterns, loading=loading, length=length, count=segments)
         results = {name: measure(*given, threshold=threshold, batch_size=batch_size) for name, *given in loaded}
-    columns = map(_right, ("pattern", f"empirical ({threshold:g})", "theoretical"))
-    table = Table(*columns, title=f"{model}: receptive field, {segments} segments of {length} tokens")
-    for name, result in results.items():
-        theoretical = "not known" if result.theoretical is None else str(result.theoretical)
-        table.add_row(name, str(result.erf), theoretical)
+    heads = map(number, ("pattern", f"empirical ({threshold:g})", "theoretical"))
+    rows = [
+        (name, str(result.erf), "not known" if result.theoretical is None else str(result.theoretical))
+        for name, result in results.items()
+    ]
+    table = new_table(f"{model}: receptive field in tokens, {segments} segments of {length}", heads, rows)
     title = f"{model}: what acts on the prediction after {length} tokens"
     pictures = {"receptive-field": lambda: plots.receptive_fields(results, title=title)}
     numbers = {name: result.to_dict() for name, result in results.items()}
@@ -150,10 +152,6 @@ def receptive_field(
         table,
         lambda: None if output is None else write_measurements(output, "receptive-field", numbers, pictures),
     )
-
-
-def _right(name: str) -> Column:
-    return Column(name, justify="right")
 
 
 def _says(holds: bool, what: str) -> str:

@@ -9,6 +9,7 @@ import typer
 
 MOST = 10**9  # of steps and of tokens
 LARGEST_SEED = 2**32 - 1  # of NumPy
+READING, OUTPUT = "How the model is loaded and reads", "Output"  # sections of help texts
 
 
 def finite(value: float) -> float:
@@ -113,25 +114,47 @@ Json = Annotated[
         "--json",
         help="Print the result as JSON, in which infinite numbers and NaN become null; all else goes to standard "
         "error.",
+        rich_help_panel=OUTPUT,
     ),
 ]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.")]
+Quiet = Annotated[
+    bool,
+    typer.Option(
+        "--quiet", "-q", help="Print the result and errors alone: no progress, no notices.", rich_help_panel=OUTPUT
+    ),
+]
+Device = Annotated[
+    str | None, typer.Option(help="cpu, cuda, cuda:1, …; a GPU if there is one.", rich_help_panel=READING)
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(help="float32, bfloat16 or float16; the checkpoint's by default.", rich_help_panel=READING),
+]
 Weights = Annotated[
     str | None,
-    typer.Option(help="int8 or int4: round the weights of linear layers to these; on a CPU, where fewer are faster."),
+    typer.Option(
+        help="int8 or int4: round the weights of linear layers to these; on a CPU, where fewer are faster.",
+        rich_help_panel=READING,
+    ),
 ]
-Pattern = Annotated[str | None, typer.Option(help="blockwise, sliding or full; the model's own by default.")]
+Pattern = Annotated[
+    str | None, typer.Option(help="blockwise, sliding or full; the model's own by default.", rich_help_panel=READING)
+]
 Blockwise = Annotated[
     str | None,
     typer.Option(
         help="Let a model with rotary positions read in blocks: its training length in tokens, or 'auto' to take it "
-        "from the configuration."
+        "from the configuration.",
+        rich_help_panel=READING,
     ),
 ]
 Sinks = Annotated[
     int,
-    typer.Option(min=0, help="With --blockwise: tokens at the start of a text that every later one sees, too."),
+    typer.Option(
+        min=0,
+        help="With --blockwise: tokens at the start of a text that every later one sees, too.",
+        rich_help_panel=READING,
+    ),
 ]
 BlockwiseLayers = Annotated[
     list[int] | None,
@@ -140,6 +163,7 @@ BlockwiseLayers = Annotated[
         min=0,
         help="With --blockwise: a layer that reads in blocks, counted from 0; several times; the others keep full "
         "attention. All by default.",
+        rich_help_panel=READING,
     ),
 ]
 YarnFactor = Annotated[
@@ -148,9 +172,10 @@ YarnFactor = Annotated[
         min=1.0,
         help="With --blockwise-layer: the longest text by the training length, by which YaRN scales the frequencies "
         "of the layers that keep full attention. Not at all by default.",
+        rich_help_panel=READING,
     ),
 ]
-Trust = Annotated[bool, typer.Option(help="Let code that comes with the model run.")]
+Trust = Annotated[bool, typer.Option(help="Let code that comes with the model run.", rich_help_panel=READING)]
 Protocol = Annotated[
     str,
     typer.Option(
@@ -169,7 +194,10 @@ BatchSize = Annotated[str, typer.Option(help="Windows evaluated at once; 'auto' 
 StartToken = Annotated[bool, typer.Option(help="Prepend the BOS token to each text.")]
 Records = Annotated[
     Path | None,
-    typer.Option(help="File of finished texts: a run that was stopped continues from it. May serve several runs."),
+    typer.Option(
+        help="File of finished texts: a run that was stopped continues from it. May serve several runs.",
+        rich_help_panel=OUTPUT,
+    ),
 ]
 Assignments = Annotated[
     list[str] | None,
@@ -179,6 +207,12 @@ Length = Annotated[int, typer.Option(min=2, help="Tokens of a segment.")]
 Segments = Annotated[int, typer.Option(min=1, help="Number of segments, taken from the beginnings of the texts.")]
 Patterns = Annotated[
     list[str] | None,
-    typer.Option("--attention-pattern", help="blockwise, sliding or full; several times to compare them."),
+    typer.Option(
+        "--attention-pattern",
+        help="blockwise, sliding or full; several times to compare them.",
+        rich_help_panel=READING,
+    ),
 ]
-Output = Annotated[Path | None, typer.Option(help="Folder for the numbers (JSON) and pictures (PNG).")]
+Output = Annotated[
+    Path | None, typer.Option(help="Folder for the numbers (JSON) and pictures (PNG).", rich_help_panel=OUTPUT)
+]

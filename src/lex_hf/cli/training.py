@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Column
 
 from lex_hf.cli.options import Assignments, Files, Json, TextField
-from lex_hf.cli.printing import is_main_process, new_table, number, print_json, session, show
+from lex_hf.cli.printing import is_main_process, new_table, notices, number, print_json, session, show
 from lex_hf.records import check_new_folder
 
 
@@ -87,7 +87,7 @@ def train(
             resume=resume,
             allow_changes=allow_change or [],
             overwrite=overwrite,
-            announce=console.print,
+            announce=notices().print,
         )
         if not is_main_process():
             return

@@ -7,7 +7,7 @@ from rich.console import Group
 from rich.table import Column
 
 from lex_hf.cli import options
-from lex_hf.cli.printing import new_table, number, session, show
+from lex_hf.cli.printing import new_table, notices, number, session, show
 
 _BYTES_PER_KIB = 1024
 
@@ -61,7 +61,7 @@ def ways_to_read(
         else:
             network, read = load_without_tokenizer(model, **loading), [torch.tensor(each) for each in ids[:texts]]
         result = measure_ways(
-            network, read, training_length, name=model, longest=length, ways=way, report=console.print
+            network, read, training_length, name=model, longest=length, ways=way, report=notices().print
         )
     numbers, pictures = result.to_dict(), {"ways-to-read": result.plot}
     show(

@@ -1,12 +1,10 @@
 """Figures of measurements; drawn without a display, readable in print and without colour vision.
 
-Infinite values and NaN cannot be drawn: the rest is, and the legend names what is missing. A title should say what the
-texts are, or the curves or heads.
+Infinite values and NaN cannot be drawn: the rest is, and the name of the curve says what is missing. A title should
+say what the texts are, or the curves or heads.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import cycle
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -17,23 +15,27 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import ListedColormap, Normalize
 from matplotlib.figure import Figure
-from matplotlib.legend import Legend
 from matplotlib.patches import Patch
 from torch import Tensor
 
+from lex_hf.evaluation.drawing import (
+    GRID,
+    curve_name,
+    heights,
+    legend_below,
+    log_axis,
+    mark_training_length,
+    new_figure,
+    printable,
+)
+from lex_hf.evaluation.perplexity_plot import perplexity_by_length as perplexity_by_length
+from lex_hf.evaluation.perplexity_plot import perplexity_by_scheme as perplexity_by_scheme
+from lex_hf.evaluation.perplexity_plot import perplexity_by_text as perplexity_by_text
+from lex_hf.evaluation.styles import styles
 from lex_hf.model.configuration_lex import ATTENTION_PATTERNS, LexConfig
 from lex_hf.model.masking_lex import PATTERNS, FullPattern
 from lex_hf.records import whole_file
 
-# Okabe and Ito's palette, which stays apart for colour-blind readers; markers and dashes for black and white.
-STYLES: tuple[dict[str, Any], ...] = (
-    {"color": "#0072B2", "marker": "o", "linestyle": "-"},
-    {"color": "#D55E00", "marker": "s", "linestyle": "--"},
-    {"color": "#009E73", "marker": "^", "linestyle": "-."},
-    {"color": "#CC79A7", "marker": "D", "linestyle": ":"},
-    {"color": "#E69F00", "marker": "v", "linestyle": (0, (5, 1, 1, 1, 1, 1))},
-    {"color": "#56B4E9", "marker": "P", "linestyle": (0, (8, 2))},
-)
 # A scale for ordered values whose brightness rises evenly, also in print.
 _ORDERED = "cividis"
 
@@ -79,116 +81,6 @@ class CumulativeGradient(Protocol):
 
 
 _Curve = TypeVar("_Curve")
-_Value = TypeVar("_Value", float, tuple[float, float])
-
-
-def perplexity_by_length(
-    curves: Mapping[str, Mapping[int, float]],
-    training_length: int,
-    *,
-    title: str,
-    intervals: Mapping[str, Mapping[int, tuple[float, float]]] | None = None,
-) -> Figure:
-    """Draw perplexity against length, one curve for each system (LEX paper, Figure 1), on two scales.
-
-    Args:
-        curves: For each system, its perplexity at each length in tokens.
-        training_length: `l`, marked by a line.
-        title: Title; say what the texts are.
-        intervals: For some of the systems, the lower and upper end of an interval at lengths in tokens, drawn as a
-            band.
-    """
-    bands = {system: _finite(band) for system, band in (intervals or {}).items()}
-    figure = _figure((10, 4.3), title)
-    whole, close = figure.subplots(1, 2)
-    for axes in (whole, close):
-        for system, curve, style in _styled(curves):
-            axes.plot(list(curve), _heights(curve), label=_label(system, curve), markersize=5, **style)
-            if bands.get(system):
-                lower, upper = zip(*bands[system].values(), strict=True)
-                axes.fill_between(list(bands[system]), lower, upper, color=style["color"], alpha=0.2, linewidth=0)
-        axes.axvline(training_length, color="0.6", linewidth=1, zorder=1)
-        _length_axis(axes, curves.values())
-    whole.set(title="all of it")
-    _log_perplexity(whole, curves.values())
-    _as_written(whole.legend())
-    close.set(title="the lower end, larger")
-    ends = [end for band in bands.values() for end, _ in band.values()]
-    _show_lower_end(close, [_finite(curve) for curve in curves.values()], ends)
-    _mark_training_length(close, training_length)
-    return figure
-
-
-def _length_axis(axes: Axes, curves: Iterable[Mapping[int, float]]) -> None:
-    lengths = sorted(set[int]().union(*curves))
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [str(length) for length in lengths])
-    axes.set(xlabel="Length of the text (tokens)", ylabel="Perplexity")
-    axes.grid(visible=True, which="both", color="0.92")
-
-
-def _log_perplexity(axes: Axes, curves: Iterable[Mapping[int, float]]) -> None:
-    if any(map(_finite, curves)):  # a logarithmic axis needs a number to scale to
-        axes.set(yscale="log")
-        axes.yaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_minor_formatter("{x:g}")
-
-
-def _show_lower_end(axes: Axes, curves: Iterable[Mapping[int, float]], ends: Iterable[float]) -> None:
-    """Limit the axis to the part where curves fall; if all rise from the start, show a quarter above the lowest."""
-    drawn = [curve for curve in curves if curve]
-    lowest = min([*ends, *(min(curve.values()) for curve in drawn)], default=1.0)
-    highest = max([1.25 * lowest, *(curve[min(curve)] for curve in drawn)])
-    margin = 0.05 * ((highest - lowest) or lowest)
-    if drawn:
-        axes.set(ylim=(lowest - margin, highest + margin))
-
-
-def perplexity_by_scheme(
-    panels: Mapping[str, Mapping[str, Mapping[int, float]]],
-    length: int,
-    *,
-    title: str,
-    xlabel: str = "Length of the text (tokens)",
-    legend_columns: int = 5,
-) -> Figure:
-    """Draw perplexity against length for many position schemes, one panel for each attention pattern.
-
-    Args:
-        panels: For each pattern and scheme, its perplexity at each length in tokens.
-        length: Training length in tokens, marked by a line.
-        title: Title; say what the texts are.
-        xlabel: What the lengths are.
-        legend_columns: Columns of the legend; fewer for long names.
-    """
-    figure = _figure((11, 5.5), title)
-    schemes = list(dict.fromkeys(scheme for curves in panels.values() for scheme in curves))
-    markers = dict(zip(schemes, cycle("os^Dv*<>pX"), strict=False))
-    colours = dict(zip(schemes, cycle(style["color"] for style in STYLES), strict=False))
-    every = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
-    for axes, (pattern, curves) in zip(every, panels.items(), strict=True):
-        for place, (scheme, curve) in enumerate(curves.items()):
-            line = {"color": colours[scheme], "marker": markers[scheme]}
-            line["linestyle"] = "-" if place < len(STYLES) else "--"
-            label = _label(scheme, _everywhere(panels, scheme))
-            axes.plot(list(curve), _heights(curve), label=label, markersize=5, **line)
-        _length_axis(axes, curves.values())
-        axes.set(title=pattern, xlabel=xlabel)
-        _log_perplexity(axes, curves.values())
-        axes.axvline(length, color="0.6", linewidth=1, zorder=1)
-    _mark_training_length(axes, length)
-    named: dict[str, Any] = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            named.setdefault(label, handle)
-    _legend_below(figure, handles=named.values(), labels=named, ncols=legend_columns)
-    return figure
-
-
-def _everywhere(panels: Mapping[str, Mapping[str, Mapping[int, float]]], scheme: str) -> dict[int, float]:
-    """Sums of a scheme's values over all panels, finite where all of them are."""
-    curves = [curves[scheme] for curves in panels.values() if scheme in curves]
-    return {place: sum(curve.get(place, 0.0) for curve in curves) for curve in curves for place in curve}
 
 
 def attention_expectation(curves: Mapping[str, Tensor], *, title: str, training_length: int | None = None) -> Figure:
@@ -201,9 +93,8 @@ def attention_expectation(curves: Mapping[str, Tensor], *, title: str, training_
     """
     figure, axes = _by_distance(title, curves, "Expected attention score s[n]")
     if training_length is not None:
-        axes.axvline(training_length, color="0.6", linewidth=1, zorder=1)
-        _mark_training_length(axes, training_length)
-    _legend_below(figure)
+        mark_training_length(axes, training_length)
+    legend_below(figure)
     return figure
 
 
@@ -211,16 +102,16 @@ def resolution(result: LayerResolutions) -> Figure:
     """Draw a result of `measure_resolution`: the score by distance and the attention resolution of each layer."""
     layers = dict(enumerate(result.by_layer, start=1))
     title = f"Attention resolution, texts of {result.length} tokens: mean over layers {result.mean:.3g}"
-    figure = _figure((10, 4.3), _label(title, layers))
+    figure = new_figure((10, 4.3), curve_name(title, layers))
     by_distance, by_layer = figure.subplots(1, 2)
     scale = ScalarMappable(Normalize(1, max(2, len(layers))), _ORDERED)
     shades = scale.to_rgba(np.array([*layers]))
     for shade, curve in zip(shades, result.curves, strict=True):
         by_distance.plot(curve.numpy(), color=shade, linewidth=1)
     by_distance.set(xlabel="Distance n (tokens)", ylabel="Mean attention score s[n]")
-    by_distance.grid(visible=True, color="0.92")
+    by_distance.grid(visible=True, color=GRID)
     figure.colorbar(scale, ax=by_distance, label="Layer", ticks=_whole_numbers(len(layers)))
-    by_layer.bar(list(layers), _heights(layers), color=shades)
+    by_layer.bar(list(layers), heights(layers), color=shades)
     _layer_axis(by_layer, len(layers))
     return figure
 
@@ -230,10 +121,10 @@ def resolution_by_layer(results: Mapping[str, LayerResolutions], *, title: str) 
     figure, axes = _single(title)
     for system, result, style in _styled(results):
         layers = dict(enumerate(result.by_layer, start=1))
-        label = _label(f"{system} (mean {result.mean:.3g})", layers)
-        axes.plot(list(layers), result.by_layer, label=label, markersize=5, **style)
+        named = curve_name(f"{system} (mean {result.mean:.3g})", layers)
+        axes.plot(list(layers), result.by_layer, label=named, markersize=5, **style)
     _layer_axis(axes, max(len(result.by_layer) for result in results.values()))
-    _legend_below(figure)
+    legend_below(figure)
     return figure
 
 
@@ -243,8 +134,8 @@ def receptive_fields(fields: Mapping[str, CumulativeGradient], *, title: str) ->
     for system, field, style in _styled(fields):
         tokens = range(1, len(field.cumulative) + 1)
         line = style | {"marker": None}
-        label = _label(f"{system}: ERF {field.erf} tokens", dict(enumerate(field.cumulative.tolist(), start=1)))
-        axes.plot(tokens, field.cumulative.numpy(), label=label, **line)
+        named = curve_name(f"{system}: ERF {field.erf} tokens", dict(enumerate(field.cumulative.tolist(), start=1)))
+        axes.plot(tokens, field.cumulative.numpy(), label=named, **line)
         at_erf = field.cumulative[field.erf - 1].item()
         axes.vlines(field.erf, 0, at_erf, color=style["color"], linewidth=1)
         axes.plot(field.erf, at_erf, color=style["color"], marker=style["marker"], zorder=3)
@@ -255,7 +146,7 @@ def receptive_fields(fields: Mapping[str, CumulativeGradient], *, title: str) ->
         axes.axvline(length, color="0.4", linewidth=1, zorder=1, linestyle=":", label=f"training length {length}")
     axes.set(xlabel="Newest tokens of the text", ylabel="Share of the gradient", ylim=(0, 1.03))
     axes.set_xlim(left=0)
-    _legend_below(figure)
+    legend_below(figure)
     return figure
 
 
@@ -269,13 +160,13 @@ def bias_matrices(matrices: Mapping[str, Tensor], *, title: str) -> Figure:
     """
     columns = min(4, len(matrices))
     rows = -(-len(matrices) // columns)
-    figure = _figure((3.6 * columns + 0.4, 3.2 * rows + 0.4), title)
+    figure = new_figure((3.6 * columns + 0.4, 3.2 * rows + 0.4), title)
     for place, (scheme, matrix) in enumerate(matrices.items(), start=1):
         axes = figure.add_subplot(rows, columns, place)
         seen = FullPattern().visible(torch.arange(matrix.shape[0]), torch.arange(matrix.shape[1]))
         image = axes.imshow(matrix.cpu().masked_fill(~seen, torch.nan).numpy(), cmap=_ORDERED, interpolation="nearest")
         axes.set(xlabel="Key (position)", ylabel="Query (position)")
-        axes.set_title(_printable(scheme), parse_math=False)
+        axes.set_title(printable(scheme), parse_math=False)
         figure.colorbar(image, ax=axes, label="Added to the score", shrink=0.8)
     return figure
 
@@ -296,7 +187,7 @@ def bias_by_distance(biases: Mapping[str, Tensor], *, title: str, fit: bool = Fa
         sign = "-" if offset < 0 else "+"
         curve = slope * torch.arange(len(bias)).log1p() + offset
         axes.plot(curve.numpy(), color="black", linewidth=1, label=f"{slope:.3f} log(1 + n) {sign} {abs(offset):.3f}")
-    _legend_below(figure)
+    legend_below(figure)
     return figure
 
 
@@ -326,13 +217,13 @@ def attention_to_first_tokens(weights: Tensor, even: float, *, title: str) -> Fi
         title: Title; name the model and the texts.
     """
     layers = range(1, len(weights) + 1)
-    figure = _figure((10, 4.3), title)
+    figure = new_figure((10, 4.3), title)
     by_place, by_layer = figure.subplots(1, 2)
     shades = ScalarMappable(Normalize(1, max(2, len(layers))), _ORDERED).to_rgba(np.array([*layers]))
     for layer, shade, curve in zip(layers, shades, weights.mean(dim=1), strict=True):
         by_place.plot(curve.numpy(), color=shade, marker="o", markersize=4, linewidth=1, label=f"layer {layer}")
     by_place.set(xlabel="Place in the text (tokens)", ylabel="Mean attention weight", yscale="log")
-    by_place.yaxis.set_major_formatter("{x:g}")
+    log_axis(by_place.yaxis)
     by_layer.bar(list(layers), weights[:, :, 0].mean(dim=1).numpy(), color=shades, alpha=0.6)
     for layer, shade, heads in zip(layers, shades, weights[:, :, 0], strict=True):
         by_layer.plot([layer] * len(heads), heads.numpy(), color=shade, marker="o", linestyle="", label="_")
@@ -340,9 +231,9 @@ def attention_to_first_tokens(weights: Tensor, even: float, *, title: str) -> Fi
     by_layer.set(xticks=_whole_numbers(len(layers)), axisbelow=True, ylim=(0, None))
     for axes in (by_place, by_layer):
         axes.axhline(even, color="0.4", linewidth=1, linestyle=":", label="spread evenly")
-        axes.grid(visible=True, color="0.92")
+        axes.grid(visible=True, color=GRID)
     handles, labels = by_place.get_legend_handles_labels()
-    _legend_below(figure, handles=handles, labels=labels, ncols=min(6, len(labels)))
+    legend_below(figure, handles=handles, labels=labels, ncols=min(6, len(labels)))
     return figure
 
 
@@ -353,7 +244,7 @@ def attention_patterns(config: LexConfig, length: int) -> Figure:
         config: Configuration whose training length, block length and window are drawn.
         length: Number of tokens of the text; up to a hundred can be distinguished.
     """
-    figure = _figure((10, 4), f"Which keys a query sees, training length {config.training_length}")
+    figure = new_figure((10, 4), f"Which keys a query sees, training length {config.training_length}")
     block, positions = config.attention_span("blockwise") or 1, torch.arange(length)
     age = (positions[:, None] // block - positions // block).clamp(max=len(_AGES) - 1)
     for axes, pattern in zip(figure.subplots(1, len(ATTENTION_PATTERNS)), ATTENTION_PATTERNS, strict=True):
@@ -369,7 +260,7 @@ def attention_patterns(config: LexConfig, length: int) -> Figure:
         axes.set(title=pattern if span is None else f"{pattern}, {_SPANS[pattern]} {span}")
         axes.set(xlabel="Key (position)", ylabel="Query (position)")
     handles = [Patch(facecolor=colour, label=name) for name, colour in _AGES.items()]
-    _legend_below(figure, handles=handles, ncols=len(_AGES))
+    legend_below(figure, handles=handles, ncols=len(_AGES))
     return figure
 
 
@@ -383,65 +274,27 @@ def save(figure: Figure, path: Path) -> Path:
 # From dark to light, so that they differ in print.
 _AGES = {"key in the query's own block": "#0072B2", "in the block before": "#56B4E9", "further back": "#F0E442"}
 _SPANS = {"blockwise": "blocks of", "sliding": "window of"}
-_PLACES_NAMED = 3
 _POINTS_OF_A_FIT = 2
-_AS_GOOD_AS_INFINITE = 1e300  # beyond, the limits of an axis overflow
 
 
 def _styled(curves: Mapping[str, _Curve]) -> Iterator[tuple[str, _Curve, dict[str, Any]]]:
-    for (name, curve), style in zip(curves.items(), cycle(STYLES), strict=False):
-        yield name, curve, style
-
-
-def _finite(values: Mapping[int, _Value]) -> dict[int, _Value]:
-    """Values that can be drawn: finite numbers, and pairs of them."""
-    return {place: value for place, value in values.items() if (np.abs(value) < _AS_GOOD_AS_INFINITE).all()}
-
-
-def _heights(values: Mapping[int, float]) -> list[float]:
-    """The values, with NaN for those that cannot be drawn."""
-    finite = _finite(values)
-    return [finite.get(place, math.nan) for place in values]
-
-
-def _label(name: str, curve: Mapping[int, float]) -> str:
-    """The name of a curve, and the places where it is not drawn."""
-    missing = [place for place, height in zip(curve, _heights(curve), strict=True) if math.isnan(height)]
-    text = _printable(f" {name}" if name.startswith("_") else name)  # a legend leaves out names that begin with _
-    if not missing:
-        return text
-    more = ", …" if len(missing) > _PLACES_NAMED else ""
-    return f"{text} (not finite at {', '.join(map(str, missing[:_PLACES_NAMED]))}{more})"
-
-
-def _printable(text: str) -> str:
-    """Escape lone surrogates, which stand for bytes of file names that are not UTF-8."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def _figure(size: tuple[float, float], title: str) -> Figure:
-    figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(_printable(title), parse_math=False)  # a dollar sign in a path is not a formula
-    return figure
-
-
-def _as_written(legend: Legend) -> None:
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    looks = styles(curves)
+    for name, curve in curves.items():
+        yield name, curve, looks[name]
 
 
 def _single(title: str) -> tuple[Figure, Axes]:
-    figure = _figure((7, 4.6), title)
+    figure = new_figure((7, 4.6), title)
     axes = figure.subplots()
-    axes.grid(visible=True, color="0.92")
+    axes.grid(visible=True, color=GRID)
     return figure, axes
 
 
 def _by_distance(title: str, curves: Mapping[str, Tensor], ylabel: str) -> tuple[Figure, Axes]:
     figure, axes = _single(title)
     for name, curve, style in _styled(curves):
-        label, every = _label(name, dict(enumerate(curve.tolist()))), max(1, len(curve) // 8)
-        axes.plot(curve.cpu().numpy(), label=label, markersize=5, markevery=every, linewidth=1.2, **style)
+        named, every = curve_name(name, dict(enumerate(curve.tolist()))), max(1, len(curve) // 8)
+        axes.plot(curve.cpu().numpy(), label=named, markersize=5, markevery=every, linewidth=1.2, **style)
     axes.set(xlabel="Distance n (tokens)", ylabel=ylabel)
     return figure, axes
 
@@ -449,26 +302,9 @@ def _by_distance(title: str, curves: Mapping[str, Tensor], ylabel: str) -> tuple
 def _layer_axis(axes: Axes, layers: int) -> None:
     axes.axhline(0, color="0.6", linewidth=1, zorder=0)
     axes.set(xlabel="Layer", ylabel="Attention resolution R(s)", xticks=_whole_numbers(layers), axisbelow=True)
-    axes.grid(visible=True, axis="y", color="0.92")
+    axes.grid(visible=True, axis="y", color=GRID)
 
 
 def _whole_numbers(last: int) -> Iterable[int]:
     """Up to a dozen ticks, starting at 1."""
     return range(1, last + 1, -(-last // 12))
-
-
-def _mark_training_length(axes: Axes, length: int) -> None:
-    axes.annotate(
-        f"training length {length}",
-        (length, 1),
-        xycoords=("data", "axes fraction"),
-        xytext=(4, -12),
-        textcoords="offset points",
-        color="0.35",
-        bbox={"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 1},
-    )
-
-
-def _legend_below(figure: Figure, ncols: int = 2, **entries: Any) -> None:
-    """Add a legend outside the axes, where it covers no curve."""
-    _as_written(figure.legend(loc="outside lower center", ncols=ncols, frameon=False, **entries))

@@ -1,22 +1,20 @@
 """The picture of recall by distance."""
 
 from collections.abc import Mapping, Sequence
-from itertools import cycle
 from statistics import fmean
 from typing import Protocol
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullLocator, ScalarFormatter
 
-from lex_hf.evaluation import plots
+from lex_hf.evaluation.drawing import legend_below, length_axis, log_axis, mark_training_length, new_figure
+from lex_hf.evaluation.styles import styles
 
 _MEASURES = {
     "accuracy": ("right among the candidates", "accuracy_interval"),
     "exact_match": ("greedy decoding writes it", "exact_interval"),
 }
 _PANELS_IN_A_ROW = 3
-_TICKS = 8  # that fit beside each other
 
 
 class RecallPoint(Protocol):
@@ -54,23 +52,15 @@ def plot_recall(results: Mapping[str, RecallCurve], *, title: str) -> Figure:
         results: Of each system, by its name; distances that a system could not read are named in the legend.
         title: Title; name the model and the task.
     """
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    figure.suptitle(title, parse_math=False)
+    figure = new_figure((10, 4.5), title)
     every = [point.distance for result in results.values() for point in result.points]
     for axes, measure in zip(figure.subplots(1, 2, sharey=True), _MEASURES, strict=True):
         _draw(axes, results, measure)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(sorted(set(every)), [str(distance) for distance in sorted(set(every))])
-        axes.minorticks_off()
-        axes.tick_params(axis="x", labelrotation=45 if len(set(every)) > _TICKS else 0)
+        length_axis(axes, every)
         axes.set(xlabel="Distance (tokens)", title=_MEASURES[measure][0], ylim=(-0.03, 1.03))
-        axes.grid(visible=True, color="0.92")
-        axes.set_axisbelow(True)
     figure.axes[0].set(ylabel="Share of texts")
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    legend = figure.legend(handles, labels, loc="outside lower center", ncols=2, frameon=False)
-    for text in legend.get_texts():
-        text.set_parse_math(False)
+    legend_below(figure, handles=handles, labels=labels)
     return figure
 
 
@@ -94,26 +84,25 @@ def plot_panels(
     """
     columns = min(len(panels), _PANELS_IN_A_ROW)
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(3.6 * columns, 3.4 * rows), layout="constrained")
-    figure.suptitle(title, parse_math=False)
+    figure = new_figure((3.6 * columns, 4 * rows), title)
     every = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).ravel()
     for axes, (name, curves) in zip(every, panels.items(), strict=False):
-        for (system, curve), style in zip(curves.items(), cycle(plots.STYLES), strict=False):
+        for (system, curve), style in zip(curves.items(), styles(curves).values(), strict=True):
             known = {place: numbers for place, numbers in curve.items() if numbers}
             means = [fmean(numbers) for numbers in known.values()]
             axes.plot(list(known), means, label=system, markersize=5, **style)
             for place, numbers in known.items():
                 axes.plot([place] * len(numbers), numbers, ".", color=style["color"], alpha=0.4, markersize=4)
-        axes.axvline(length, color="0.4", linewidth=1, linestyle=":", zorder=1)
-        axes.set_xscale("log", base=2)
+        mark_training_length(axes, length, named=False)
+        length_axis(axes, [place for curve in curves.values() for place in curve])
         axes.set_title(name, parse_math=False, fontsize="medium", wrap=True)
-        axes.grid(visible=True, color="0.92")
-        axes.legend(loc="best", fontsize="x-small", frameon=False)
+        axes.tick_params(labelbottom=True, labelsize="small")
+        # Below its panel a legend covers no curve; names are too long for the ends of curves.
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.08), fontsize="small", frameon=False, handlelength=4)
     _number_axis(every[0], [curve for curves in panels.values() for curve in curves.values()], are_shares)
     for place, axes in enumerate(every):
         axes.set_visible(place < len(panels))
-        axes.tick_params(labelbottom=place + columns >= len(panels))
-    figure.supxlabel(f"{xlabel}; dotted: the training length, {length}")
+    figure.supxlabel(f"{xlabel}; the vertical line is the training length, {length}")
     return figure
 
 
@@ -125,13 +114,11 @@ def _number_axis(axes: Axes, curves: Sequence[Mapping[int, Sequence[float]]], ar
     first = [max(numbers) for curve in curves for place, numbers in curve.items() if numbers and place == min(curve)]
     lowest = min(min(numbers) for curve in curves for numbers in curve.values() if numbers)
     axes.set(yscale="log", ylim=(lowest / 1.05, 1.1 * max(first)))
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 6, 8)))
-    axes.yaxis.set_major_formatter(ScalarFormatter())
-    axes.yaxis.set_minor_locator(NullLocator())
+    log_axis(axes.yaxis)
 
 
 def _draw(axes: Axes, results: Mapping[str, RecallCurve], measure: str) -> None:
-    for (name, result), style in zip(results.items(), cycle(plots.STYLES), strict=False):
+    for (name, result), style in zip(results.items(), styles(results).values(), strict=True):
         points = [point for point in result.points if point.problem is None]
         refused = [str(point.distance) for point in result.points if point.problem is not None]
         label = f"{name} (not at {', '.join(refused)})" if refused else name

@@ -1,7 +1,7 @@
 """Ways to read beyond the training length, measured beside each other: perplexity by position, memory and time."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -28,6 +28,7 @@ MOST_LENGTHS = 32  # training lengths that are read by default
 ROUNDS = 3  # of which the fastest counts
 PIECE = 4  # training lengths, where a text is read in pieces
 _LOGITS_AT_ONCE = 4096
+_COMPARED = {"unchanged": "unchanged", "blockwise": "in blocks"}
 
 
 @dataclass(frozen=True)
@@ -91,20 +92,40 @@ class WaysResult:
         return asdict(self) | {"ways": ways}
 
     def plot(self) -> Figure:
-        """Draw perplexity by position, ways that keep everything beside bounded ones."""
-        panels: dict[str, dict[str, dict[int, float]]] = {}
-        for way in self._measured:
-            panels.setdefault(way.memory, {})[way.name] = self._curve(way)
-        return self._drawn(panels, "perplexity by position")
+        """Draw perplexity by position, ways that keep everything beside bounded ones, with the memory they keep."""
+        panels = {_panel(memory, ways): self._curves(ways) for memory, ways in self._by_memory().items()}
+        return self._drawn(panels, self._headline(), emphasis=[WAYS[way].title for way in _COMPARED])
 
     def plot_beyond(self) -> Figure:
         """Draw perplexity beyond the training length in ways that are bounded, which lie close to each other."""
+        ways = self._by_memory().get("bounded", [])
         curves = {
-            way.name: {end: value for end, value in self._curve(way).items() if end > self.training_length}
-            for way in self._measured
-            if WAYS[way.way].is_bounded
+            name: {end: value for end, value in curve.items() if end > self.training_length}
+            for name, curve in self._curves(ways).items()
         }
-        return self._drawn({"bounded": curves}, "perplexity beyond the training length")
+        return self._drawn({_panel("bounded", ways): curves}, f"{self.model}: perplexity beyond the training length")
+
+    def _headline(self) -> str:
+        """Return what the model's perplexity comes to, unchanged and in blocks, or else what is drawn."""
+        about = f"{self.model}, trained on {self.training_length} tokens"
+        said = []
+        for way in self._measured:
+            within, *_, after = way.perplexity[1:]  # of the second half of the training length, and of the last tokens
+            if way.way in _COMPARED and within is not None and after is not None:
+                moves = "rises" if after > within else "falls"
+                said.append(f"{moves} from {within:#.3g} to {after:#.3g} {_COMPARED[way.way]}")
+        if len(said) < len(_COMPARED):
+            return f"{about}: perplexity by position"
+        return f"{about}, reads {self.longest}: its perplexity\n{' and '.join(said)}"
+
+    def _by_memory(self) -> dict[str, list[WayResult]]:
+        found: dict[str, list[WayResult]] = {}
+        for way in self._measured:
+            found.setdefault(way.memory, []).append(way)
+        return found
+
+    def _curves(self, ways: Sequence[WayResult]) -> dict[str, dict[int, float]]:
+        return {WAYS[way.way].title: self._curve(way) for way in ways}
 
     @property
     def _measured(self) -> list[WayResult]:
@@ -117,9 +138,22 @@ class WaysResult:
             for (_, last), value in zip(self.buckets, way.perplexity, strict=True)
         }
 
-    def _drawn(self, panels: Mapping[str, Mapping[str, Mapping[int, float]]], what: str) -> Figure:
-        title, label = f"{self.model}: {what}", "Tokens read, up to this number from the one before"
-        return plots.perplexity_by_scheme(panels, self.training_length, title=title, xlabel=label, legend_columns=3)
+    def _drawn(
+        self, panels: Mapping[str, Mapping[str, Mapping[int, float]]], title: str, emphasis: Collection[str] = ()
+    ) -> Figure:
+        label = "Tokens read (each mark: mean since the mark before)"
+        return plots.perplexity_by_scheme(
+            panels, self.training_length, title=title, xlabel=label, legend_columns=3, emphasis=emphasis
+        )
+
+
+def _panel(memory: str, ways: Sequence[WayResult]) -> str:
+    """Return the title of a panel: how ways use memory, and the least and the most that they keep."""
+    sizes = sorted(way.bytes_kept for way in ways if way.bytes_kept is not None)
+    known = [f"{size / 2**20:.2g}" for size in sizes]
+    if not known:
+        return memory
+    return f"{memory}: {' to '.join(dict.fromkeys([known[0], known[-1]]))} MiB of keys and values"
 
 
 def measure_ways(

@@ -37,7 +37,7 @@ def plot_lengths(model: str, known: int, results: Sequence[PerplexityResult]) ->
     intervals = {result.length: result.confidence_interval for result in ordered if result.confidence_interval}
     bands = {model: intervals} if intervals else None  # of a single text there are none
     title = f"{model}, {results[0].protocol}"
-    return plots.perplexity_by_length({model: curve}, known, title=title, intervals=bands)
+    return plots.perplexity_by_text({model: curve}, known, title=title, intervals=bands)
 
 
 def check_measurements(folder: Path, *names: str) -> None:

@@ -340,7 +340,7 @@ def _draw(folder: Path, record: Mapping[str, Any]) -> None:
         if all(found["low"] is not None for found in curve.values())
     }
     title = f"{record['about']['name']}, {record['protocol']}"
-    figure = plots.perplexity_by_length(
+    figure = plots.perplexity_by_text(
         curves, record["model"]["training_length"], title=title, intervals=intervals or None
     )
     plots.save(figure, folder / PICTURE)

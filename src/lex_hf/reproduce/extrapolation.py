@@ -38,6 +38,7 @@ from lex_hf.reproduce.tiny import (
 )
 
 RESULTS, TABLE, PLOT = "extrapolation.json", "extrapolation.md", "extrapolation.png"
+_PANELS = {"full": "full attention", "blockwise": "blockwise causal attention (BCA)"}
 _SCALE = PRINTED_LENGTH[LEX] // TRAINING_LENGTH
 
 
@@ -168,7 +169,7 @@ def _write(folder: Path, result: Extrapolation) -> None:
     title = f"Held-back files of the Python standard library, {result.steps} steps, {len(result.seeds)} seeds"
     means = result.means()
     panels = {
-        pattern: {scheme: means[scheme + suffix] for scheme in SCHEMES if scheme + suffix in means}
+        _PANELS[pattern]: {scheme: means[scheme + suffix] for scheme in SCHEMES if scheme + suffix in means}
         for pattern, suffix in PATTERNS.items()
     }
     plots.save(plots.perplexity_by_scheme(panels, TRAINING_LENGTH, title=title), folder / PLOT)

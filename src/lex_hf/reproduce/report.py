@@ -22,6 +22,7 @@ _PROTOCOLS = {
     "expectation": "the expectation of scores by distance (Eq. 10), computed from the configuration",
 }
 _SHOWN_PARTS = 12
+_MOST_CURVES = 6  # that a reader can follow in one picture
 
 
 def write(folder: Path, record: Mapping[str, Any]) -> None:
@@ -311,8 +312,8 @@ def picture_names(record: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _groups(record: Mapping[str, Any]) -> list[list[str]]:
-    """Return the systems of each picture: all in one, or group by group if there are more than styles of lines."""
-    systems, most = record["systems"], len(plots.STYLES)
+    """Return the systems of each picture: all in one, or group by group if there are too many."""
+    systems, most = record["systems"], _MOST_CURVES
     groups: dict[str, list[str]] = {}
     for name, system in systems.items():
         groups.setdefault(system["group"] if len(systems) > most else "", []).append(name)
@@ -343,6 +344,10 @@ def _picture(record: Mapping[str, Any], name: str, result: Mapping[str, Any], sy
 
 
 def _perplexities(record: Mapping[str, Any], result: Mapping[str, Any], systems: Sequence[str], title: str) -> Figure:
+    """Draw systems, and the reference wherever it was measured: differences of every picture are from it."""
+    reference = record["reference"] if record["reference"] in record["systems"] else None
+    if reference is not None:
+        systems = list(dict.fromkeys([reference, *systems]))
     curves: dict[str, dict[int, float]] = {system: {} for system in systems}
     intervals: dict[str, dict[int, tuple[float, float]]] = {system: {} for system in systems}
     for system in systems:
@@ -351,4 +356,6 @@ def _perplexities(record: Mapping[str, Any], result: Mapping[str, Any], systems:
             curves[system][length] = _shown(record, cell["mean"])
             if cell["seed_interval"] is not None:
                 intervals[system][length] = _ends(record, cell["seed_interval"])
-    return plots.perplexity_by_length(curves, record["training_length"], title=title, intervals=intervals)
+    return plots.perplexity_by_length(
+        curves, record["training_length"], title=title, intervals=intervals, reference=reference
+    )

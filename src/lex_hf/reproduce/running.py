@@ -184,7 +184,7 @@ def run(request: Request, *, console: Console | None = None) -> dict[str, Any]:
         "seconds": {"training": trained_for, "all": time.monotonic() - start},
     }
     if PartialState().is_main_process:
-        _write(plan.folder, record, console)
+        _write(plan.folder, record)
         console.print(f"The report is in {plan.folder / report.REPORT}", soft_wrap=True, highlight=False)
     PartialState().wait_for_everyone()
     return record
@@ -197,12 +197,12 @@ def _check_output(plan: Plan) -> None:
         check_file(plan.folder / name, "--output:")
 
 
-def _write(folder: Path, record: dict[str, Any], console: Console) -> None:
-    """Write the report; if it cannot be written it is printed."""
+def _write(folder: Path, record: dict[str, Any]) -> None:
+    """Write the report; if it cannot be written it is printed, on standard error beside the reason."""
     try:
         report.write(folder, record)
     except (OSError, ValueError):
-        console.print(report.render(record), markup=False, soft_wrap=True)
+        plain_console(stderr=True).print(report.render(record), soft_wrap=True)
         raise
 
 

@@ -58,13 +58,15 @@ class Way:
     """A way to read.
 
     Attributes:
-        describe: Returns its name in tables.
+        title: Its name in pictures.
+        describe: Returns its name in tables, with its settings.
         open: Makes a model read so while a context lasts; raises ValueError with a sentence if it cannot.
         kept: Tokens whose keys and values a layer with full attention keeps after it has read so many, at a training
             length.
         is_bounded: Whether that number has a limit.
     """
 
+    title: str
     describe: Callable[[Size], str]
     open: Callable[[PreTrainedModel, Size], AbstractContextManager[Reading]]
     kept: Callable[[int, int], int]
@@ -177,40 +179,59 @@ def _sinks_and_blocks(tokens: int, length: int) -> int:
 
 WAYS: Mapping[str, Way] = MappingProxyType(
     {
-        "unchanged": Way(lambda size: "full attention, unchanged", _unchanged, _all, is_bounded=False),
+        "unchanged": Way("unchanged", lambda size: "full attention, unchanged", _unchanged, _all, is_bounded=False),
         "linear": Way(
-            lambda size: f"linear scaling, factor {size.factor:g}", _scaled("linear"), _all, is_bounded=False
+            "linear scaling",
+            lambda size: f"linear scaling, factor {size.factor:g}",
+            _scaled("linear"),
+            _all,
+            is_bounded=False,
         ),
         "dynamic": Way(
-            lambda size: f"dynamic NTK, factor {size.factor:g}", _scaled("dynamic"), _all, is_bounded=False
+            "dynamic NTK",
+            lambda size: f"dynamic NTK, factor {size.factor:g}",
+            _scaled("dynamic"),
+            _all,
+            is_bounded=False,
         ),
-        "yarn": Way(lambda size: f"YaRN, factor {size.factor:g}", _scaled("yarn"), _all, is_bounded=False),
+        "yarn": Way("YaRN", lambda size: f"YaRN, factor {size.factor:g}", _scaled("yarn"), _all, is_bounded=False),
         "self-extend": Way(
+            "Self-Extend",
             lambda size: "Self-Extend, window {}, groups of {}".format(*self_extend_settings(size)),
             _by_regions(self_extend_of),
             _all,
             is_bounded=False,
         ),
         "dual-chunk": Way(
+            "Dual Chunk",
             lambda size: f"Dual Chunk Attention, chunks of {3 * size.training_length // 4}",
             _by_regions(dual_chunk_of),
             _all,
             is_bounded=False,
         ),
-        "sliding": Way(lambda size: f"sliding window of {size.training_length}", _windowed, _window, is_bounded=True),
+        "sliding": Way(
+            "sliding window",
+            lambda size: f"sliding window of {size.training_length}",
+            _windowed,
+            _window,
+            is_bounded=True,
+        ),
         "streaming": Way(
+            "StreamingLLM",
             lambda size: f"StreamingLLM, window of {size.training_length - SINKS} + {SINKS} sinks",
             _by_regions(streaming_of),
             _window,
             is_bounded=True,
         ),
         "blockwise": Way(
+            "blockwise",
             lambda size: f"blockwise, blocks of {size.training_length // 2}",
             _in_blocks(_no_sinks),
             _blocks,
             is_bounded=True,
         ),
         "blockwise-sinks": Way(
+            "blockwise + sinks",
             _named_with_sinks,
             _in_blocks(sinks_beside_blocks),
             _sinks_and_blocks,

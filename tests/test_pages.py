@@ -1,4 +1,4 @@
-"""README keeps its word: its code runs, and its table is the one on record."""
+"""README and the pages of docs keep their word: their code runs, and their tables are those on record."""
 
 import json
 import os
@@ -7,15 +7,38 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import drawings
 import pytest
+import torch
 from helpers.forks import LIBRARIES
+from helpers.models import random_ids, tiny_model
 from helpers.rope_models import rope_model
 
 from lex_hf.reproduce import report
 from lex_hf.reproduce.extrapolation import Extrapolation
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
+_LOAD = """
+import lex_hf
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained("model_cards/lex-books-3m")
+model = AutoModelForCausalLM.from_pretrained("model_cards/lex-books-3m")
+llama = AutoModelForCausalLM.from_pretrained("my_llama")
+"""
+# What a page's code goes on from, as its text says.
+BEFORE = {
+    "recall.md": f"""{_LOAD}
+from transformers import LlamaConfig, LlamaForCausalLM, SmolLM3Config, SmolLM3ForCausalLM
+sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2, pad_token_id=0)
+sizes |= dict(vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=None, max_position_embeddings=64)
+smollm3 = SmolLM3ForCausalLM(SmolLM3Config(num_hidden_layers=8, **sizes))
+llama = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, **sizes))
+""",
+    "serving.md": _LOAD,
+}
+# Their code needs what no test has: ray, or half an hour and books.
+NOT_RUN = {"replicas.md", "sinks.md"}
 
 
 def demo_table() -> str:
@@ -57,17 +80,17 @@ def record_of(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("record", "table"),
+    ("page", "record", "table"),
     [
-        ("model_cards/lex-books-3m/record.json", zoo_table),
-        ("notebooks/reproduction/books/lex-table2/record.json", reproduced_table),
-        ("notebooks/demo/results.json", demo_table),
-        ("notebooks/demo/extrapolation.json", lambda: comparison().markdown()),
+        ("README.md", "model_cards/lex-books-3m/record.json", zoo_table),
+        ("docs/papers.md", "notebooks/reproduction/books/lex-table2/record.json", reproduced_table),
+        ("docs/papers.md", "notebooks/demo/results.json", demo_table),
+        ("docs/papers.md", "notebooks/demo/extrapolation.json", lambda: comparison().markdown()),
     ],
 )
-def test_the_tables_are_those_on_record(record: str, table: Callable[[], str]) -> None:
+def test_the_tables_are_those_on_record(page: str, record: str, table: Callable[[], str]) -> None:
     begin, end = f"<!-- table: {record} -->\n", "<!-- end of table -->"
-    assert README.split(begin)[1].split(end)[0].strip() == table().strip()
+    assert (ROOT / page).read_text(encoding="utf-8").split(begin)[1].split(end)[0].strip() == table().strip()
 
 
 @pytest.mark.parametrize("folder", sorted(ROOT.glob("notebooks/reproduction/*/*/")), ids=lambda path: path.name)
@@ -107,16 +130,67 @@ def test_the_record_shows_what_readme_says() -> None:
     assert {*results["cache_bytes"].values()} == {results["generation_cache_bytes"]}
 
 
+def code(page: Path) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_pages_without_code_that_runs_are_named() -> None:
+    assert {*BEFORE, *NOT_RUN} <= {page.name for page in PAGES if code(page)}
+
+
 @pytest.mark.processes
-def test_the_code_runs(tmp_path: Path) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    assert len(blocks) == 8
+@pytest.mark.parametrize(
+    "page", [page for page in PAGES if code(page) and page.name not in NOT_RUN], ids=lambda page: page.stem
+)
+def test_the_code_runs(tmp_path: Path, page: Path) -> None:
     rope_model(attention="sdpa").save_pretrained(tmp_path / "my_llama")
     (tmp_path / "model_cards").symlink_to(ROOT / "model_cards")
     (tmp_path / "book.txt").write_text("In a hole in the ground there lived a test. " * 300)
-    (tmp_path / "readme.py").write_text("\n".join(blocks), encoding="utf-8")
+    (tmp_path / "page.py").write_text("\n".join([BEFORE.get(page.name, ""), *code(page)]), encoding="utf-8")
     environment = {**os.environ, "HF_HOME": str(tmp_path / "home")}
-    result = LIBRARIES.run("readme.py", cwd=tmp_path, env=environment)
+    result = LIBRARIES.run("page.py", cwd=tmp_path, env=environment)
     assert result.returncode == 0, result.stderr
-    assert re.search(rf"\d+ tokens read, {2 * 4 * 256 * 224 * 4} bytes of cache", result.stdout)
-    assert (tmp_path / "my_model/model.safetensors").is_file()
+    if page.name == "models.md":
+        assert re.search(rf"\d+ tokens read, {2 * 4 * 256 * 224 * 4} bytes of cache", result.stdout)
+    if page.name == "training.md":
+        assert (tmp_path / "my_model/model.safetensors").is_file()
+
+
+def test_the_readme_is_short() -> None:
+    assert len(PAGES[0].read_text(encoding="utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!\w+:|#)([^)#]+)", page.read_text(encoding="utf-8")):
+        assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("name", drawings.DRAWINGS)
+def test_drawings_are_those_of_the_code(name: str) -> None:
+    assert (drawings.FOLDER / f"{name}.svg").read_text(encoding="utf-8") == drawings.DRAWINGS[name]()
+
+
+@pytest.mark.parametrize(
+    ("sees", "settings"),
+    [
+        (drawings.full, {"attention_pattern": "full"}),
+        (drawings.sliding, {"attention_pattern": "sliding", "sliding_window": drawings.LENGTH}),
+        (drawings.blockwise, {"attention_pattern": "blockwise", "block_length": drawings.LENGTH // 2}),
+    ],
+)
+def test_drawings_show_what_queries_see(sees: drawings.Sees, settings: dict[str, Any]) -> None:
+    model = tiny_model(num_hidden_layers=1, training_length=drawings.LENGTH, **settings)
+    embeddings = torch.randn(1, drawings.TOKENS, model.config.hidden_size).requires_grad_()
+    for query in range(drawings.TOKENS):
+        states = model.model(inputs_embeds=embeddings).last_hidden_state
+        (found,) = torch.autograd.grad(states[0, query].norm(), embeddings)
+        reached = found[0].abs().amax(dim=-1) > 0
+        assert reached.tolist() == [sees(query, key) for key in range(drawings.TOKENS)]
+
+
+def test_drawings_show_what_a_cache_keeps() -> None:
+    model = tiny_model(num_hidden_layers=1, training_length=drawings.LENGTH, block_length=drawings.LENGTH // 2)
+    for read in range(1, drawings.TOKENS + 1):
+        cache = model(random_ids(1, read), use_cache=True).past_key_values
+        assert cache.layers[0].fill == drawings.kept(read)
