@@ -190,9 +190,14 @@ def test_writing_goes_on_until_it_is_stopped(visit: Open) -> None:
     page.get_by_role("tab", name="Write").click()
     page.click("#write")
     page.wait_for_selector("#memory polyline", state="attached")
-    text = page.locator("#written textarea").input_value
+    text = page.locator("#written").inner_text
     assert all(grows(text) for _ in range(3))
     assert set(figures(page, "#writer")["cache"]) == {"1.75 MiB"}
+    page.wait_for_function("document.querySelector('#written').scrollHeight > 600")
+    end = page.locator("#written pre").bounding_box()
+    shown = page.locator("#written").bounding_box()
+    assert end["height"] > shown["height"]
+    assert abs(end["y"] + end["height"] - shown["y"] - shown["height"]) < 30  # its end is in sight, and a margin
     page.click("#stop-writing")
     time.sleep(1)
     assert not grows(text, 2.0)
@@ -223,7 +228,7 @@ def test_two_people_at_once(visit: Open, desk: Any) -> None:
     other.wait_for_function("[...document.querySelectorAll('#readers dd')].length > 0")
     other.wait_for_function(READ)
     assert figures(other, "#readers")["mean loss"] == [f"{each.loss:.3f}" for each in expected]
-    assert grows(one.locator("#written textarea").input_value)
+    assert grows(one.locator("#written").inner_text)
     assert other.locator("#writer dd").count() == 0
     assert one.locator("#readers dd").count() == 0
 

@@ -154,6 +154,7 @@ def test_numbers() -> None:
 def test_what_people_write_is_no_html() -> None:
     card = Card("<b>", "<i>", [("<u>", "<s>")], 0.5, "<script>", "first")
     pictures = [Picture("<b>", None, "<script>"), Picture("<i>", Seen(8, torch.eye(3, dtype=torch.bool)))]
+    assert drawing.text("a <b>\n  & c") == "<pre>a &lt;b&gt;\n  &amp; c</pre>"
     for text in (drawing.cards([card]), drawing.patterns(pictures)):
         assert {"b", "i", "u", "s", "script"} & {tag for tag, _ in Tags(text).seen} <= {"i"}
         assert "&lt;script&gt;" in text

@@ -187,6 +187,11 @@ def _card(card: Card) -> str:
     )
 
 
+def text(written: str) -> str:
+    """Return a text as it is; `page.css` keeps its end in sight while it grows."""
+    return f"<pre>{escape(written)}</pre>"
+
+
 def size(count: float) -> str:
     """Return bytes with a unit, in three digits."""
     power = 0

@@ -95,7 +95,7 @@ class Page:
         with in_words():
             states = self._desk.write(text, name, Sampling(temperature, top_p))
         for state in now_and_then(states, _SECONDS):
-            yield state.text, self._writer(name, state), self._memory(state)
+            yield drawing.text(state.text), self._writer(name, state), self._memory(state)
 
     def _writer(self, name: str, state: Written) -> str:
         is_reading = state.read < state.total
@@ -234,9 +234,7 @@ def _writing(page: Page, desk: Desk, text: gr.Textbox) -> None:
     with gr.Row():
         start = gr.Button("Write", min_width=120, variant="primary", elem_id="write")
         stop = gr.Button("Stop", min_width=120, elem_id="stop-writing")
-    written = gr.Textbox(
-        label="Continued", lines=10, max_lines=18, interactive=False, autoscroll=True, elem_id="written"
-    )
+    written = gr.HTML(elem_id="written")
     writer = gr.HTML(elem_id="writer")
     memory = gr.HTML(elem_id="memory")
     writing = start.click(page.write, [text, setting, temperature, top_p], [written, writer, memory], **_HEAVY)
