@@ -15,12 +15,11 @@ from transformers.cache_utils import Cache
 
 from lex_hf.errors import plain
 from lex_hf.inference.caches import new_cache
-from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.model.masking_lex import FullPattern, SlidingPattern
 from lex_hf.rope import probe
 from lex_hf.rope.blockwise import reader_of, training_length_of
 from lex_hf.rope.reader import ModelFunction
-from lex_hf.rope.ways import WAYS, Size, sinks_beside_blocks
+from lex_hf.rope.ways import WAYS, Size
 
 OWN = "own"
 SETTINGS: Mapping[str, str] = {
@@ -141,14 +140,12 @@ class Settings:
         """Return the fields of the configuration of a LEX model that make a setting."""
         if name == OWN:
             return {}
-        if name != "blockwise-sinks":
-            return {"attention_pattern": name}
-        if "attention_sinks" not in LexConfig.__annotations__:
+        if name == "blockwise-sinks":
             raise ValueError(
                 "a LEX model has blocks of its own, without sinks, as it was trained: choose blockwise. Sinks are for "
                 "models that were trained with full attention."
             )
-        return {"attention_pattern": "blockwise", "attention_sinks": sinks_beside_blocks(self._config.training_length)}
+        return {"attention_pattern": name}
 
     def _open_other(self, name: str) -> Opened:
         length = self._length or training_length_of(self._config) if name != "full" else self._length or _NO_LENGTH
