@@ -139,6 +139,7 @@ TABLES: list[tuple[str, str, Callable[[], str]]] = [
     ("README.md", "short", short),
     ("docs/recall.md", "long", long),
     ("docs/recall.md", "price", price),
+    ("docs/recall.md", "books", books),
 ]
 
 
@@ -168,3 +169,23 @@ def test_the_records_show_what_the_pages_say() -> None:
         assert curve == sorted(curve, reverse=True)
     assert max(share_of_cache(name) for name in (*HYBRIDS[:2], YARN)) <= 1 / 3
     assert all(max(recalls(name, 8)) <= 50 for name in ROTARY)
+
+
+def test_the_records_show_what_the_page_says_of_books() -> None:
+    multiples = record("books")["multiples"]
+
+    def curve(name: str) -> list[float]:
+        return [fmean(perplexities("books", name, each)) for each in multiples]
+
+    blocks = curve(BLOCKS)
+    assert blocks == sorted(blocks, reverse=True)
+    for name in (*HYBRIDS, *SCALED):
+        found = curve(name)
+        assert min(found) in found[1:3]
+        assert found[-1] < (1.02 if name in SCALED else 1.01) * min(found)
+        assert name in SCALED or 1.03 < found[-1] / blocks[-1] < 1.065
+    for name in (ROTARY[0], "RoPE, full", WHOLE):
+        assert curve(name)[-1] > 1.02 * min(curve(name))
+    in_blocks, hybrid, scaled = map(curve, ("Llama, blockwise", LLAMA, YARN))
+    assert in_blocks == sorted(in_blocks, reverse=True)
+    assert min(hybrid[-1], scaled[-1]) > 1.2 * in_blocks[0]
