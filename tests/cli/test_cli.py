@@ -15,6 +15,7 @@ from lex_hf import LexForCausalLM, __version__
 from lex_hf.cli import experiments
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation.perplexity import compute_perplexity
+from lex_hf.reproduce import demo
 from lex_hf.reproduce.tiny import STEPS
 
 
@@ -42,10 +43,10 @@ def test_the_version_is_that_of_the_package() -> None:
     assert lex("--version").stdout == f"lex-hf {__version__}\n"
 
 
-@pytest.mark.parametrize("command", [experiments.demo, experiments.extrapolation])
-def test_experiments_take_the_steps_of_the_recipe(command: Callable[..., None]) -> None:
-    """The default is written out, because help must not wait for the recipe."""
-    assert inspect.signature(command).parameters["steps"].default == STEPS
+@pytest.mark.parametrize(("command", "steps"), [(experiments.demo, demo.STEPS), (experiments.extrapolation, STEPS)])
+def test_defaults_of_steps_are_those_of_the_experiments(command: Callable[..., None], steps: int) -> None:
+    """The default is written out, because help must not wait for the experiments."""
+    assert inspect.signature(command).parameters["steps"].default == steps
 
 
 def test_train_evaluate_and_generate_in_a_row(tmp_path: Path, text: Path) -> None:

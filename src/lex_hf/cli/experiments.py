@@ -20,7 +20,7 @@ _STUDIES = ("ways-to-read", "recall")
 
 def demo(
     output: Annotated[Path, typer.Option(help="Folder for models, results and the plot.")] = Path("demo_output"),
-    steps: Annotated[int, typer.Option(min=1, max=MOST, help="Optimiser steps for each of the two models.")] = 1500,
+    steps: Annotated[int, typer.Option(min=1, max=MOST, help="Optimiser steps for each of the two models.")] = 600,
     generate: Annotated[int, typer.Option(min=1, max=MOST, help="Tokens to generate.")] = 2000,
 ) -> None:
     """Train a tiny LEX on Python's own library, evaluate it at 16 times its training length, generate."""
