@@ -55,6 +55,16 @@ def by_position(kind: str, memory: set[str]) -> str:
     return markdown(1, ["way of reading", *header], *rows)
 
 
+def by_position_with_memory() -> str:
+    """Perplexity by position, a row for each way, and the keys and values that it keeps."""
+    found = record("llama-260k")
+    header = [f"{first}-{last}" for first, last in found["buckets"]]
+    rows = [
+        [way["name"], *map(cell, way["perplexity"]), f"{way['bytes_kept'] / 1024:,.0f} KiB"] for way in found["ways"]
+    ]
+    return markdown(1, ["way of reading", *header, "kept"], *rows)
+
+
 def by_layer() -> str:
     """Share of attention that the first token draws."""
     found = {title: record(kind)["attention_to_first_token"] for kind, title in KINDS.items()}
@@ -69,6 +79,7 @@ def by_layer() -> str:
 @pytest.mark.parametrize(
     ("page", "name", "table"),
     [
+        ("blockwise.md", "somebody else's Llama", by_position_with_memory),
         ("blockwise.md", "by model", by_model),
         ("sinks.md", "by position", lambda: by_position("llama", {"bounded"})),
         ("sinks.md", "books", lambda: by_position("books", {"keeps everything", "bounded"})),
