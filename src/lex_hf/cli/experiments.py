@@ -58,7 +58,10 @@ def reproduce(
         ),
     ],
     preset: Annotated[
-        str, typer.Option(help="tiny (two CPU cores), small (one GPU) or paper (as printed, on a cluster).")
+        str,
+        typer.Option(
+            help="tiny (two CPU cores), small (a night of them, or a GPU) or paper (as printed, on a cluster)."
+        ),
     ] = "tiny",
     output: Annotated[
         Path, typer.Option(help="Folder for models, which all tables made there share, and reports.")
