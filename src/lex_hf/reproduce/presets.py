@@ -1,7 +1,7 @@
 """Scales at which the tables are made again.
 
-`tiny` is for two CPU cores, `small` for a night of them or for a GPU, `paper` as printed. Sizes and training are those of
-recipes ([`lex_hf.training.recipes`]); here is what differs, and how it is measured.
+`tiny` is for two CPU cores, `small` for a night of them or for a GPU, `paper` as printed. Sizes and training are
+those of recipes ([`lex_hf.training.recipes`]); here is what differs, and how it is measured.
 """
 
 from collections.abc import Mapping
