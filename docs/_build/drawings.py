@@ -1,16 +1,49 @@
 """Drawings of the documentation. `python docs/_build/drawings.py` writes them into docs/drawings.
 
-They are SVG of a few rectangles, in colours that can be read on white and on black.
+They are SVG of a few rectangles and lines, in colours that can be read on white and on black, and on a phone.
 """
 
+import json
+import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 FOLDER = Path(__file__).parents[1] / "drawings"
+READ = Path(__file__).parents[2] / "notebooks/ways-to-read/ways-to-read-llama-260k.json"
 LENGTH, TOKENS = 8, 24  # training length and text of the drawings
 _BLUE, _LIGHT, _ORANGE, _GREY, _PALE = "#3b76c4", "#6f9fdd", "#d97706", "#8a8a8a", "#8a8a8a33"
 Sees = Callable[[int, int], bool]
+
+
+def reading() -> str:
+    """Perplexity by position of a Llama that reads beyond its training length, unchanged and in blocks."""
+    record = json.loads(READ.read_text(encoding="utf-8"))
+    ways = {way["way"]: way for way in record["ways"]}
+    last = [*(bucket[1] + 1 for bucket in record["buckets"][:-1]), record["longest"]]
+    left, top, wide, high = 52, 34, 300, 190
+
+    def x(tokens: float) -> float:
+        return left + wide * math.log(tokens / last[0]) / math.log(last[-1] / last[0])
+
+    def y(perplexity: float) -> float:
+        return top + high * (1 - math.log(perplexity / 4) / math.log(100 / 4))
+
+    length = record["training_length"]
+    parts = [_text(left - 42, 16, "Perplexity"), _text(left + wide / 2, top + high + 40, "tokens read", "middle")]
+    for tick in (5, 10, 20, 50, 100):
+        parts += [_line([(left, y(tick)), (left + wide, y(tick))], _PALE, 1)]
+        parts += [_text(left - 8, y(tick) + 5, f"{tick}", "end")]
+    parts += [_text(x(tokens), top + high + 20, f"{tokens}", "middle") for tokens in last]
+    parts.append(_line([(x(length), top - 6), (x(length), top + high)], _GREY, 1))
+    parts.append(_text(x(length) + 6, top + 8, "longest text in training"))
+    for way, label, colour in (("unchanged", "unchanged", _ORANGE), ("blockwise", "in blocks", _BLUE)):
+        values = ways[way]["perplexity"]
+        parts.append(_line([(x(a), y(b)) for a, b in zip(last, values, strict=True)], colour, 3))
+        place, kept = y(values[-1]), ways[way]["bytes_kept"] / 2**20
+        parts.append(_text(left + wide + 8, place - 3, f"{label}: {values[-1]:.1f}", colour=colour))
+        parts.append(_text(left + wide + 8, place + 15, f"keeps {kept:.3g} MiB", colour=colour))
+    return _svg(left + wide + 130, top + high + 50, parts, size=15)
 
 
 def full(query: int, key: int) -> bool:
@@ -105,7 +138,7 @@ def hybrid() -> str:
     return _svg(520, 286, parts)
 
 
-DRAWINGS = {"patterns": patterns, "folding": folding, "caches": caches, "hybrid": hybrid}
+DRAWINGS = {"reading": reading, "patterns": patterns, "folding": folding, "caches": caches, "hybrid": hybrid}
 
 
 def _matrix(left: float, top: float, cell: int, sees: Sees) -> Iterator[str]:
@@ -128,6 +161,11 @@ def _box(x: float, y: float, width: float, height: float, colour: str) -> str:
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="1.5" fill="{colour}"/>'
 
 
+def _line(points: Iterable[tuple[float, float]], colour: str, width: float) -> str:
+    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="{width:g}"/>'
+
+
 def _text(
     x: float, y: float, words: str, anchor: str = "start", *, colour: str = _GREY, turned: bool = False
 ) -> str:
@@ -135,9 +173,9 @@ def _text(
     return f'<text x="{x:g}" y="{y:g}" fill="{colour}" text-anchor="{anchor}"{turn}>{escape(words)}</text>'
 
 
-def _svg(width: float, height: float, parts: Iterable[str]) -> str:
+def _svg(width: float, height: float, parts: Iterable[str], *, size: int = 13) -> str:
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" height="{height:g}"'
-    return "\n".join([f'{head} font-family="sans-serif" font-size="13">', *parts, "</svg>"]) + "\n"
+    return "\n".join([f'{head} font-family="sans-serif" font-size="{size}">', *parts, "</svg>"]) + "\n"
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[2]
-_COPIED = ("CHANGELOG.md", "benchmarks/README.md", "benchmarks/*.png", "notebooks/**/*.png", "notebooks/*/**/report.md")
+_COPIED = ("CHANGELOG.md", "benchmarks/README.md", "benchmarks/*.png", "notebooks/**/*.png", "notebooks/*/**/*.md")
 _PACKAGE = ROOT / "src/lex_hf"
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\((?!\w+:|#)([^)\s#]*)(#[^)\s]*)?\)")
 
@@ -73,7 +73,8 @@ def _linked(found: re.Match[str], page: File, files: Files) -> str:
             raise PluginError(f"{_source(page)} links to {target}, which is not there.")
         return f"{text} (`{in_repository}`)" if text != in_repository else f"`{in_repository}`"
     relative = posixpath.relpath(on_site, posixpath.dirname(page.src_uri) or ".")
-    return f"{is_picture}[{text}]({relative}{anchor or ''})"
+    link = f"{is_picture}[{text}]({relative}{anchor or ''})"
+    return f"[{link}]({relative})" if is_picture and relative.endswith(".png") else link  # a plot opens in full size
 
 
 def _source(page: File) -> str:
@@ -96,10 +97,12 @@ def _recipes() -> str:
 
 
 def _reports() -> str:
-    """Links to all reports."""
-    paths = [*ROOT.glob("notebooks/reproduction/**/report.md"), *ROOT.glob("notebooks/recall/*/report.md")]
+    """Links to all reports, those about others first."""
+    notebooks = ROOT / "notebooks"
+    paths = sorted(notebooks.glob("*/**/*.md"), key=lambda path: (path.name == "report.md", path))
     lines = []
-    for path in sorted(paths):
+    for path in paths:
         title = path.read_text(encoding="utf-8").splitlines()[0].removeprefix("# ")
-        lines.append(f"- [{title}]({path.relative_to(ROOT).as_posix()})")
+        place = path.parent.relative_to(notebooks).as_posix()
+        lines.append(f"- [{title}]({path.relative_to(ROOT).as_posix()}) ({place})")
     return "# Reports\n\nWhat `lex-hf reproduce` made, each from its record:\n\n" + "\n".join(lines) + "\n"

@@ -125,7 +125,7 @@ def test_what_cannot_be_measured_is_a_sentence() -> None:
     assert all(problems.values())
     assert "index out of range" in str(problems["unchanged"])
     assert "has no rope_parameters" in str(problems["yarn"])
-    assert "it knows at which position a text begins" in str(problems["blockwise"])
+    assert "its positions are absolute" in str(problems["blockwise"])
     assert all(way.nll == () and way.bytes_kept is None for way in result.ways)
 
 

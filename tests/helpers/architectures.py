@@ -6,6 +6,8 @@
 import itertools
 import re
 import sys
+import textwrap
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from helpers.rope_models import LENGTH, SIZES
 from lex_hf import blockwise
 
 LAYERS, WINDOW = 3, 5
+_NAME = re.compile(r"`([^`]+)`")
 
 # By name of a field, for all configurations that have it; others keep their own values.
 _FIELDS: dict[str, Any] = {
@@ -265,46 +268,81 @@ def refusal(model: PreTrainedModel) -> str:
     return ""
 
 
-def row(kind: str, reason: str = "") -> str:
-    """A line of the table."""
-    if (part := text_part(kind)) != kind:
-        reason = f"its text part is `{part}`"
-    return f"| `{kind}` | {reason or 'exact'} |"
-
-
-def counted(exact: int, parts: int, refused: int) -> str:
-    """The line of the numbers of architectures."""
-    return f"{exact} are exact, {parts} are models whose text part is another of the list, and {refused} are refused."
-
-
+_EXACT, _PARTS, _REFUSED = "## Exact\n\n", "## As their text part\n\n", "## Refused\n\n"
 _HEAD = """# Which architectures read in blocks
 
 `lex_hf.blockwise` takes any model of transformers whose layers attend through transformers' attention interface, and
-whose positions are rotary, or none; it tries the model, and refuses it with a sentence where that does not hold. This
-is what it does with every type of model that `AutoModelForCausalLM` of transformers {version} knows. *Exact* means:
-the logits of a tiny model are those of a dense mask of blocks in its own eager attention, to 2e-5, in one pass, in
-pieces and token by token with a cache, and in a batch with padding on the left; layers with windows, chunks or states
-keep them. Each of these may have sinks, too. `python -m helpers.architectures > ../docs/architectures.md` in `tests`
-writes this file, and `tests/rope/test_architectures.py` compares it and proves each *exact*.
+whose positions are rotary, or none: Llama, Qwen, Mistral, Mixtral, Gemma, Phi, GPT-NeoX, Cohere, OLMo, Granite, GLM,
+DeepSeek, gpt-oss, Llama 4, and hybrids with states such as Falcon-H1 and Nemotron-H. It tries the model, and refuses
+it with a sentence where that does not hold, as for GPT-2, whose positions are learned, or for BLOOM and Falcon, which
+compute attention by themselves.
 
-{counts}
+This is what it does with every type of model that `AutoModelForCausalLM` of transformers {version} knows. *Exact*
+means: the logits of a tiny model are those of a dense mask of blocks in its own eager attention, to 2e-5, in one pass,
+in pieces and token by token with a cache, and in a batch with padding on the left; layers with windows, chunks or
+states keep them. Each of these may have sinks, too. The type is what `config.model_type` says: `llama` is that of
+Llama 2 and 3, and of many others.
 
-| type of model | result |
-| --- | --- |
+{exact} are exact, {parts} are models whose text part is another of the list, and {refused} are refused.
+
 """
 
 
+def render(results: Mapping[str, str], version: str) -> str:
+    """Write the page of the documentation.
+
+    Args:
+        results: Of each architecture nothing if it is exact, else the name of its text part or why it is refused.
+        version: That of transformers.
+    """
+    exact, parts, refused = _sorted(results)
+    head = _HEAD.format(version=version, exact=len(exact), parts=len(parts), refused=len(refused))
+    reasons = dict.fromkeys(sorted(refused.values(), key=lambda reason: -list(refused.values()).count(reason)))
+    grouped = {reason: [kind for kind in refused if refused[kind] == reason] for reason in reasons}
+    blocks = [
+        _EXACT + textwrap.fill(_names(exact), 119, break_on_hyphens=False),
+        _PARTS + _table(["type of model", "text part"], [[f"`{kind}`", f"`{part}`"] for kind, part in parts.items()]),
+        _REFUSED + _table(["types of models", "why"], [[_names(kinds), reason] for reason, kinds in grouped.items()]),
+    ]
+    return head + "\n\n".join(blocks) + "\n"
+
+
+def parse(page: str) -> dict[str, str]:
+    """Read what [`render`] wrote."""
+    page, _, refused = page.partition(_REFUSED)
+    page, _, parts = page.partition(_PARTS)
+    results = dict.fromkeys(_NAME.findall(page.partition(_EXACT)[2]), "")
+    rows = [line.strip("| ").split(" | ") for line in (parts + refused).splitlines()]
+    for row in (row for row in rows if row[0].startswith("`")):
+        results |= dict.fromkeys(_NAME.findall(row[0]), row[1].strip("`") if row[1].startswith("`") else row[1])
+    return dict(sorted(results.items()))
+
+
+def _sorted(results: Mapping[str, str]) -> tuple[list[str], dict[str, str], dict[str, str]]:
+    """Those that are exact, those that have a text part, and those that are refused."""
+    parts = {kind: result for kind, result in results.items() if result in results}
+    refused = {kind: result for kind, result in results.items() if result and kind not in parts}
+    return [kind for kind, result in results.items() if not result], parts, refused
+
+
+def _names(kinds: Iterable[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---", "---"], *rows))
+
+
 def main() -> None:
-    """Write the table."""
+    """Write the page."""
     transformers.logging.set_verbosity_error()
-    kinds = architectures()
-    parts = [kind for kind in kinds if text_part(kind) != kind]
-    reasons = {kind: "" if kind in (*parts, *NOT_BUILT) else refusal(tiny_model(kind)) for kind in kinds}
-    reasons |= NOT_BUILT
-    refused = sum(map(bool, reasons.values()))
-    counts = counted(len(kinds) - len(parts) - refused, len(parts), refused)
-    sys.stdout.write(_HEAD.format(version=transformers.__version__, counts=counts))
-    sys.stdout.writelines(f"{row(kind, reasons[kind])}\n" for kind in kinds)
+    results = {}
+    for kind in architectures():
+        if text_part(kind) != kind:
+            results[kind] = text_part(kind)
+        else:
+            results[kind] = NOT_BUILT.get(kind) or refusal(tiny_model(kind))
+    sys.stdout.write(render(results, transformers.__version__))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from helpers.models import PATTERNS, TOLERANCE, cuts, dense_logits, random_ids, 
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, QuantizedCache, StaticCache
+from transformers import DynamicCache, LlamaConfig, QuantizedCache, StaticCache
 
 from lex_hf import LexCache, LexForCausalLM, LexStaticCache
 from lex_hf.model import versions_lex
@@ -359,6 +359,12 @@ def test_caches_of_others_are_refused(case: str) -> None:
     model = tiny_model()
     with pytest.raises(ValueError, match=case):
         model(random_ids(1, 4), past_key_values=foreign_caches(model)[case])
+
+
+def test_configurations_of_others_are_refused() -> None:
+    for kind in (LexCache, lambda config: LexStaticCache(config, 9)):
+        with pytest.raises(ValueError, match=r"is a LlamaConfig: .* DynamicCache\(config=model.config\)"):
+            kind(LlamaConfig())
 
 
 @pytest.mark.parametrize(

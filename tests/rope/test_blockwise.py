@@ -350,6 +350,26 @@ class TestErrors:
         blockwise(rope_model(), 2 * LENGTH)
         assert "more than the 8 tokens" in caplog.text
 
+    def test_stretched_positions_are_a_warning_until_a_length_is_given(self, caplog: pytest.LogCaptureFixture) -> None:
+        from transformers.utils import logging
+
+        logging.get_logger("transformers").propagate = True
+        logging.get_logger("lex_hf").propagate = True
+        stretched = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": LENGTH}
+        parameters = {"rope_theta": 10000.0, **stretched}
+        for length, told in (
+            (None, "Blocks are for 8 tokens"),
+            (LENGTH, ""),
+            (4 * LENGTH, ""),
+            (6 * LENGTH, "the 32"),
+        ):
+            caplog.clear()
+            model = rope_model(rope_parameters=parameters, max_position_embeddings=4 * LENGTH)
+            blockwise(model, length)
+            assert told in caplog.text
+            assert bool(caplog.text) == bool(told)
+        assert "blockwise(model, 32)" not in caplog.text
+
     def test_models(self) -> None:
         with pytest.raises(ValueError, match="it must be a model of transformers"):
             blockwise(torch.nn.Linear(2, 2))  # type: ignore[type-var]
@@ -366,7 +386,7 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("kind", "fields", "why"),
         [
-            ("gpt2", {"n_positions": 64}, "it knows at which position a text begins"),
+            ("gpt2", {"n_positions": 64}, "its positions are absolute"),
             ("gptj", {"rotary_dim": 4}, "it does not leave masks and attention to transformers'"),
             ("mistral", {"sliding_window": 4}, "No layer of this MistralForCausalLM sees more tokens"),
         ],

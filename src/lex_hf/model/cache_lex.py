@@ -22,6 +22,9 @@ class LexCache(Cache):
         max_cache_len: If given, all memory is allocated once, for compiled decoding, and full attention has room for
             that many tokens; see [`LexStaticCache`].
 
+    Raises:
+        ValueError: If the configuration is of another model.
+
     Example:
         >>> from lex_hf import LexCache, LexConfig
         >>> cache = LexCache(LexConfig())
@@ -30,6 +33,11 @@ class LexCache(Cache):
     """
 
     def __init__(self, config: Any, offloading: bool = False, max_cache_len: int | None = None) -> None:
+        if not hasattr(config, "key_fields"):
+            raise ValueError(
+                f"config is a {type(config).__name__}: a LexCache is for LEX models. For a model that blockwise made, "
+                "take the cache that it returns with use_cache=True, or DynamicCache(config=model.config)."
+            )
         super().__init__(layers=_new_layers(config.patterns, config.key_fields, max_cache_len), offloading=offloading)
 
     @staticmethod

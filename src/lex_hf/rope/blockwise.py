@@ -85,6 +85,8 @@ def blockwise(
     _check_kind(model)
     config = model.config.get_text_config()
     length = training_length_of(config, training_length)
+    if training_length is None:
+        _tell_of_stretching(config, length)
     pattern = pattern_of(length, sinks)
     function = ModelFunction(config._attn_implementation)
     with _refused(model, "reading a few tokens through transformers' attention interface failed"):
@@ -95,7 +97,7 @@ def blockwise(
     chosen = _chosen_layers(model, full, layers)
     decoder = _decoder(model, seen.modules[0])
     if "position_ids" not in inspect.signature(decoder.forward).parameters:  # others may swallow them
-        raise ValueError(f"{type(model).__name__} {_REFUSAL}: it counts positions by itself, and takes none.")
+        raise ValueError(f"{type(model).__name__} {_REFUSAL}: it does not accept position_ids.")
     with _refused(model, "reading a few tokens with a DynamicCache failed"):
         problem = probe.check_cache(model, chosen)
     if problem is not None:
@@ -224,8 +226,7 @@ def _check_positions(model: PreTrainedModel) -> None:
     tolerance = _rounding(model, near) if modules_with_angles(model) else 0.0
     if not float((near - far).abs().max()) <= tolerance:
         raise ValueError(
-            f"{type(model).__name__} cannot be made blockwise: it knows at which position a text begins; its "
-            "positions must be rotary, or none."
+            f"{type(model).__name__} {_REFUSAL}: its positions are absolute, and must be rotary, or none."
         )
 
 
@@ -248,13 +249,14 @@ def training_length_of(config: Any, given: int | None = None) -> int:
     parameters = getattr(config, "rope_parameters", None) or {}
     of_layers = [each for each in parameters.values() if isinstance(each, dict)]  # of each kind of layer its own
     stretched = [each.get("original_max_position_embeddings") for each in (parameters, *of_layers)]
-    known = next(filter(None, stretched), None) or getattr(config, "original_max_position_embeddings", None)
-    known = known or getattr(config, "max_position_embeddings", None)
+    most = getattr(config, "max_position_embeddings", None)
+    known = next(filter(None, stretched), None) or getattr(config, "original_max_position_embeddings", None) or most
     length = known if given is None else given
     if length is None:
         raise ValueError("training_length: the configuration of the model does not say it; give it, in tokens.")
     if isinstance(length, bool) or not isinstance(length, int) or length < 2 or length % 2:
         raise ValueError(f"training_length = {length!r}: it must be an even number of tokens, at least 2.")
+    known = max(filter(None, (known, most)), default=None)
     if known is not None and length > known:
         logger.warning(
             "training_length = %d is more than the %d tokens that the model was trained for: what lies further apart "
@@ -263,6 +265,19 @@ def training_length_of(config: Any, given: int | None = None) -> int:
             known,
         )
     return length
+
+
+def _tell_of_stretching(config: Any, length: int) -> None:
+    """Say that a model was made for longer texts than the training length that its configuration gives."""
+    most = getattr(config, "max_position_embeddings", None) or length
+    if most > length:
+        logger.warning(
+            "Blocks are for %d tokens, of which most of the training was; positions were then stretched to %d. "
+            "blockwise(model, %d) keeps all of these in sight, with a cache as much larger.",
+            length,
+            most,
+            most,
+        )
 
 
 def pattern_of(length: int, sinks: int) -> BlockwisePattern:
