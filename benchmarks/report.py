@@ -344,17 +344,17 @@ def summary(record: Record) -> str:
         )
         if speed is not None
     ]
+    systems = [
+        f"- `{name}`: {each['description']}; {each['linear_weights']:,} numbers in its linear layers"
+        for name, each in record.systems.items()
+    ]
     lines = [
         f"`{record.command}`, {record.date}. {_hardware(record)}; {machine['cores']} cores, "
         f"{machine['memory'] / 2**30:.0f} GiB; {versions}. Processes that wanted to run, on average over a minute: "
         f"{machine['load_before']} before, {machine['load_after']} after.",
         f"In the same run, {' and '.join(speeds)}." if speeds else "",
-        *(
-            f"- `{name}`: {each['description']}; {each['linear_weights']:,} numbers in its linear layers"
-            for name, each in record.systems.items()
-        ),
     ]
-    return "\n".join(line for line in lines if line) + "\n"
+    return "\n\n".join(filter(None, ("\n".join(filter(None, lines)), "\n".join(systems)))) + "\n"
 
 
 def section(record: Record) -> str:
