@@ -14,8 +14,9 @@ from helpers.forks import LIBRARIES
 from helpers.models import random_ids, tiny_model
 from helpers.rope_models import rope_model
 
-from lex_hf.reproduce import report
+from lex_hf.reproduce import report, summary
 from lex_hf.reproduce.extrapolation import Extrapolation
+from lex_hf.reproduce.tables import TABLES
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
@@ -71,8 +72,15 @@ def zoo_table() -> str:
 
 def reproduced_table() -> str:
     """The first table of the report on the LEX paper's Table 2."""
-    folder = ROOT / "notebooks/reproduction/books/lex-table2"
+    folder = ROOT / "notebooks/reproduction/three-texts/lex-table2-tiny"
     return next(block for block in (folder / "report.md").read_text().split("\n\n") if block.startswith("| system"))
+
+
+def overview() -> str:
+    """All tables and figures that were made again, with links from docs."""
+    page = (ROOT / "notebooks/reproduction/books/summary.md").read_text(encoding="utf-8")
+    table = next(block for block in page.split("\n\n") if block.startswith("| made again"))
+    return table.replace("](", "](../notebooks/reproduction/books/")
 
 
 def record_of(folder: Path) -> dict[str, Any]:
@@ -83,7 +91,8 @@ def record_of(folder: Path) -> dict[str, Any]:
     ("page", "record", "table"),
     [
         ("README.md", "model_cards/lex-books-3m/record.json", zoo_table),
-        ("docs/papers.md", "notebooks/reproduction/books/lex-table2/record.json", reproduced_table),
+        ("docs/papers.md", "notebooks/reproduction/books/summary.md", overview),
+        ("docs/papers.md", "notebooks/reproduction/three-texts/lex-table2-tiny/record.json", reproduced_table),
         ("docs/papers.md", "notebooks/demo/results.json", demo_table),
         ("docs/papers.md", "notebooks/demo/extrapolation.json", lambda: comparison().markdown()),
     ],
@@ -98,6 +107,15 @@ def test_reports_are_those_of_their_records(folder: Path) -> None:
     assert (folder / "report.md").read_text(encoding="utf-8") == report.render(record_of(folder))
     for picture in re.findall(r"!\[.*?\]\((.*?)\)", (folder / "report.md").read_text(encoding="utf-8")):
         assert (folder / picture).is_file()
+
+
+@pytest.mark.parametrize(
+    "page", sorted(ROOT.glob("notebooks/reproduction/*/summary.md")), ids=lambda path: path.parent.name
+)
+def test_summaries_are_those_of_the_records(page: Path) -> None:
+    names = [f"{name}-tiny" for name in TABLES]
+    records = {name: record_of(page.parent / name) for name in names if (page.parent / name).is_dir()}
+    assert page.read_text(encoding="utf-8") == summary.render(records, missing=len(names) - len(records))
 
 
 def test_the_schemes_behave_as_published() -> None:
