@@ -48,6 +48,7 @@ def test_systems_of_the_study_of_recall_differ_in_each_panel() -> None:
         ("lex", "xPos, blocks"),
         ("Roformer", "rope"),
         ("Rotary", "RoPE"),
+        ("ζ = 0", "RoPE + BCA"),
         ("Alibi", "alibi"),
         ("Transformer", "sinusoidal"),
         ("Absolute + BCA", "sinusoidal, blocks"),
