@@ -57,6 +57,7 @@ _READINGS: Mapping[str, _Dash] = {
     "yarn": _DOTTED,
     "blockwise": _LONG,
     "sliding": _DOTTED,
+    "smoothed sandwich": _DASHES_AND_DOTS,  # beside Sandwich, where lines have no markers
     "full": _SOLID,
 }
 _UNKNOWN_READING = _SHORT
