@@ -118,6 +118,35 @@ def test_summaries_are_those_of_the_records(page: Path) -> None:
     assert page.read_text(encoding="utf-8") == summary.render(records, missing=len(names) - len(records))
 
 
+@pytest.mark.parametrize(
+    "verdict",
+    [
+        "agrees**: LEX Transformer falls at every step from 32 to 1024",
+        "agrees**: LEX Transformer < Alibi at 1024",
+        "agrees**: Roformer is higher at every length beyond 128",
+        "agrees**: RoPE + BCA < RoPE at 1024",
+        "agrees**: LEX < w/o Rotation at 1024",
+        *(f"agrees**: Δ = -3 has a smaller ERF than Δ = {shift}" for shift in (0, 2, 4, 6, 8)),
+        *(f"agrees**: ERF of {name} is more than l" for name in ("Rotary", "Sandwich", "KERPLE", "T5")),
+        *(f"agrees**: Sandwich < {name} at 2048" for name in ("Rotary", "T5", "Sinusoidal")),
+        "agrees**: Sinusoidal, short training: the gradient jumps at the token where training ended",
+        "disagrees**: Alibi is higher at every length beyond 128",
+        "disagrees**: xPos + Sliding Window < xPos + BCA at 1024",
+        "disagrees**: Sandwich gives about 60 % to the newest l tokens",
+        "disagrees**: Sinusoidal: the gradient jumps at the token where training ended",
+        "not significant**: xPos + BCA < RoPE + BCA at 1024",
+        "not significant**: LEX < Scalar ζ at 1024",
+        "not significant**: LEX > Roformer at 128",
+        "not significant**: KERPLE < Sandwich at 2048",
+        "not significant**: Sandwich < ALiBi at 2048",
+        "not significant**: Sinusoidal is higher at every length beyond 128",
+    ],
+)
+def test_the_papers_hold_as_the_page_says(verdict: str) -> None:
+    page = (ROOT / "notebooks/reproduction/books/summary.md").read_text(encoding="utf-8")
+    assert f"- **{verdict}" in page.splitlines()
+
+
 def test_the_schemes_behave_as_published() -> None:
     means = comparison().means()
     for system, curve in means.items():
