@@ -273,8 +273,10 @@ def _tell_of_stretching(config: Any, length: int) -> None:
     if most > length:
         logger.warning(
             "Blocks are for %d tokens, of which most of the training was; positions were then stretched to %d. "
-            "blockwise(model, %d) keeps all of these in sight, with a cache as much larger.",
+            "blockwise(model, %d), or --blockwise %d on the command line, keeps all of these in sight, with a cache "
+            "as much larger.",
             length,
+            most,
             most,
             most,
         )
