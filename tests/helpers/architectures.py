@@ -7,6 +7,7 @@ import itertools
 import re
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -297,7 +298,7 @@ def render(results: Mapping[str, str], version: str) -> str:
     """
     exact, parts, refused = _sorted(results)
     head = _HEAD.format(version=version, exact=len(exact), parts=len(parts), refused=len(refused))
-    reasons = dict.fromkeys(sorted(refused.values(), key=lambda reason: -list(refused.values()).count(reason)))
+    reasons = [reason for reason, _ in Counter(refused.values()).most_common()]
     grouped = {reason: [kind for kind in refused if refused[kind] == reason] for reason in reasons}
     blocks = [
         _EXACT + textwrap.fill(_names(exact), 119, break_on_hyphens=False),

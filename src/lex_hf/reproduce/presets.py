@@ -139,7 +139,7 @@ def _tiny(paper: str) -> Preset:
 
 
 def _small(paper: str) -> Preset:
-    """4.2 million parameters: 4 layers of 256, heads of 64 as in the papers, 4096 tokens known; 8 million read."""
+    """4.2 million parameters: 4 layers of 256, heads of 64 as in the papers; 8 million tokens."""
     recipe = load_recipe("small").override(
         [
             "training_length=256",
