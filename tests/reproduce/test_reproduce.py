@@ -14,6 +14,7 @@ from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
 from lex_hf.evaluation.resolution import measure_resolution
 from lex_hf.reproduce import report
 from lex_hf.reproduce.corpora import segments
+from lex_hf.reproduce.measuring import jackknife
 from lex_hf.reproduce.running import Request, run
 
 
@@ -132,11 +133,28 @@ def test_a_jump_is_found_where_it_is() -> None:
     assert _jump((shares / shares.sum()).flip(0).cumsum(0), 32) == 32
 
 
+def test_pseudo_values_of_a_mean_are_the_values() -> None:
+    curves = torch.rand(7, 5, dtype=torch.float64)
+    assert jackknife(lambda mean: float(mean[2]), curves) == pytest.approx(curves[:, 2].tolist())
+    assert jackknife(lambda mean: float(mean[2]), curves[:1]) == curves[:1, 2].tolist()
+
+
+def test_pseudo_values_of_a_variance_give_the_unbiased_one() -> None:
+    curves = torch.rand(9, 1, dtype=torch.float64)
+    moments = torch.cat([curves, curves**2], dim=1)
+    values = jackknife(lambda mean: float(mean[1] - mean[0] ** 2), moments)
+    assert sum(values) / 9 == pytest.approx(float(curves.var()))
+
+
 def test_the_jump_is_measured(tmp_path: Path, toy: None, texts: dict[str, Any]) -> None:
     record = run_experiment("sandwich-figure7", tmp_path / "output", texts, seeds=(0,))
     cells = record["results"]["books"]["cells"]
     assert 0 < cells["Sinusoidal"]["jump / l"]["mean"] <= 3
     assert 0 < cells["Sinusoidal, short training"]["jump / l"]["mean"] <= 15
+    assert cells["Sinusoidal"]["jump / l"]["documents"] == []
+    assert len(cells["Sinusoidal"]["ERF / l"]["documents"][0]) == 3
+    folder = tmp_path / "output" / "sandwich-figure7-tiny"
+    assert "Receptive fields are of mean curves" in (folder / "report.md").read_text()
 
 
 def test_expected_attention_needs_no_training(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def some(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run_all(output: Path, texts: dict[str, Any]) -> tuple[dict[str, Any], str]:
     printed = io.StringIO()
-    return everything.run_all(toy_request("all", output, texts), console=Console(file=printed)), printed.getvalue()
+    return everything.run_several(toy_request("all", output, texts), console=Console(file=printed)), printed.getvalue()
 
 
 def test_all_tables_and_the_page(tmp_path: Path, toy: None, some: None, texts: dict[str, Any]) -> None:
@@ -99,3 +99,11 @@ def test_the_command_plans_all(tmp_path: Path, toy: None, texts: dict[str, Any])
     refused = CliRunner().invoke(app, [*common, "--also", "sandwich"])
     assert refused.exit_code == 1
     assert "--also sandwich is for one table, not for all" in " ".join(refused.stderr.split())
+
+
+def test_some_tables_are_named(tmp_path: Path, toy: None, texts: dict[str, Any]) -> None:
+    request = toy_request("sandwich-figure7, lex-figure2", tmp_path, texts)
+    assert [plan.table.name for plan in everything.plans(request)] == ["sandwich-figure7", "lex-figure2"]
+    for wrong, said in (("lex-figure2,lex-figure2", "named twice"), ("lex-figure2,lex-figure3", "lex-figure3")):
+        with pytest.raises(ValueError, match=said):
+            everything.plans(toy_request(wrong, tmp_path, texts))

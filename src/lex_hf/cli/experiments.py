@@ -53,8 +53,8 @@ def reproduce(
             help="lex-table2 … lex-table6, lex-figure1, lex-figure2 (arXiv 2212.10554); sandwich-table1, -table2, "
             "-table3, -table5, sandwich-figure4 … -figure7, -figure11 (arXiv 2212.10356); ways-to-read: a tiny Llama "
             "and GPT-NeoX, read beyond their training length in all ways that need no training; recall: which systems "
-            "find what was said far back, and what it costs; all: the tables and figures of both papers, and a page "
-            "about them."
+            "find what was said far back, and what it costs. Names with commas between them, or all for both papers: "
+            "models are shared, and a page about the tables is written."
         ),
     ],
     preset: Annotated[
@@ -95,7 +95,7 @@ def reproduce(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be trained and measured.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Make a table or figure of the papers again: train what is missing, measure, compare, report.
+    """Make tables or figures of the papers again: train what is missing, measure, compare, report.
 
     A run that was stopped or killed continues when the same command is given again.
     """
@@ -126,11 +126,11 @@ def reproduce(
             device=device,
         )
         result: dict[str, Any]
-        if table == everything.ALL:
+        if everything.is_several(table):
             result = (
-                _plan_all(request, console, quiet=as_json)
+                _plan_several(request, console, quiet=as_json)
                 if dry_run
-                else everything.run_all(request, console=notices())
+                else everything.run_several(request, console=notices())
             )
         elif dry_run:
             result = running.Plan(request).to_dict()
@@ -189,8 +189,8 @@ def _seeds(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _plan_all(request: "Request", console: Console, *, quiet: bool) -> dict[str, Any]:
-    """Return the plans of all tables by name, and print how much there is to train."""
+def _plan_several(request: "Request", console: Console, *, quiet: bool) -> dict[str, Any]:
+    """Return the plans of several tables by name, and print how much there is to train."""
     from lex_hf.reproduce import everything
 
     found = {plan.table.name: plan.to_dict() for plan in everything.plans(request)}
@@ -202,7 +202,7 @@ def _plan_all(request: "Request", console: Console, *, quiet: bool) -> dict[str,
             rows.append((name, str(len(plan["models"])), str(len(missing)), str(sum(missing.values()))))
             new |= missing
         caption = f"tables share models: {len(new)} are to be trained, on {sum(new.values())} tokens together"
-        console.print(new_table(f"all tables at the scale {request.preset}", columns, rows, caption))
+        console.print(new_table(f"{len(found)} tables at the scale {request.preset}", columns, rows, caption))
     return found
 
 

@@ -1,4 +1,4 @@
-"""Make all tables and figures of both papers, and a page about them."""
+"""Make several tables and figures, or all of both papers, and a page about them."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,24 +15,36 @@ from lex_hf.reproduce.tables import TABLES
 ALL = "all"
 
 
+def is_several(table: str) -> bool:
+    """Return whether a request's `table` names more than one."""
+    return table == ALL or "," in table
+
+
 def plans(request: Request) -> list[Plan]:
-    """Plan all tables.
+    """Plan several tables.
 
     Args:
-        request: What to make, of whatever table.
+        request: What to make; its `table` is `all`, or names with commas between them.
 
     Raises:
-        ValueError: If the request cannot be met for one of them.
+        ValueError: If a name is given twice, or the request cannot be met for one of them.
     """
+    names = list(TABLES) if request.table == ALL else [name.strip() for name in request.table.split(",")]
     if request.also:
-        raise ValueError(f"--also {request.also[0]} is for one table, not for all: give the table's name.")
-    return [Plan(replace(request, table=name)) for name in TABLES]
+        raise ValueError(f"--also {request.also[0]} is for one table, not for {request.table}: give one table's name.")
+    if len(set(names)) < len(names):
+        raise ValueError(f"{request.table}: a table is named twice.")
+    return [Plan(replace(request, table=name)) for name in names]
 
 
-def run_all(request: Request, *, console: Console) -> dict[str, dict[str, Any]]:
-    """Make all tables; models, which they share, and measurements that are there are not made again.
+def run_several(request: Request, *, console: Console) -> dict[str, dict[str, Any]]:
+    """Make several tables; models, which they share, and measurements that are there are not made again.
 
     After each table, the page about those that are done is written to `summary.md` in the output folder.
+
+    Args:
+        request: As of [`plans`].
+        console: Where progress is reported.
 
     Returns:
         The record of each table, by its name.

@@ -30,7 +30,8 @@ ERF, SHARE, JUMP = "ERF / l", "share of newest l", "jump / l"
 # Columns of the curves of expected attention.
 VARIATION, RESOLUTION = "total variation beyond l/2", "resolution R(g)"
 
-_VERSION = 1  # of what is measured and how it is kept; a higher one repeats all measurements
+# Of what is measured and how it is kept; a higher one repeats all measurements of its kind.
+_VERSIONS = {"chunked": 1, "last_token": 1, "resolution": 2, "receptive_field": 2}
 _THRESHOLD = 0.99
 
 
@@ -39,7 +40,7 @@ class Measurement:
     """Measurement of one model in one column."""
 
     value: float  # mean loss in nats per token, or what the column says
-    documents: list[float]  # the same for each document or segment; empty if there is none
+    documents: list[float]  # the same for each document or segment, or pseudo-values of it; empty if there are none
     weights: list[int]  # number of scored tokens of each document; empty if all count alike
     curve: list[float]  # what is drawn: scores by distance, or the cumulative gradient; empty if the value is
 
@@ -110,7 +111,7 @@ def _key(setting: Setting, system: System, texts: Texts, printed: int) -> str:
     if table.measure == "last_token":
         sizes = {"segments": preset.segments, "longest": setting.length(table.lengths[-1])}
     content = {
-        "version": _VERSION,
+        "version": _VERSIONS[table.measure],
         "measure": table.measure,
         "column": setting.length(printed),
         "l": preset.length,
@@ -152,11 +153,15 @@ def _resolution(
 ) -> dict[str, Measurement]:
     ids = segments(texts, tokenizer, setting.length(printed), setting.preset.measured_segments)
     found = [measure_resolution(model, segment[None], progress=False) for segment in ids]
-    # Every segment has as many pairs at each distance, so the curve of all is the mean of theirs.
-    layers = [torch.stack(curves).mean(dim=0) for curves in zip(*(each.curves for each in found), strict=True)]
-    value = fmean(map(attention_resolution, layers))
-    curve = torch.stack(layers).mean(dim=0).tolist()  # all layers have the same pattern
-    return {str(printed): Measurement(value, [each.mean for each in found], [], curve)}
+    # All layers have the same pattern, and every segment as many pairs at each distance. So the curves of all
+    # segments are the means of theirs. Shape `(segments, layers, distances)`.
+    curves = torch.stack([torch.stack(each.curves) for each in found])
+
+    def resolution(layers: torch.Tensor) -> float:
+        return fmean(map(attention_resolution, layers))
+
+    value, mean = resolution(curves.mean(dim=0)), curves.mean(dim=(0, 1))
+    return {str(printed): Measurement(value, jackknife(resolution, curves), [], mean.tolist())}
 
 
 def _receptive_field(
@@ -166,14 +171,38 @@ def _receptive_field(
     field = receptive_field(model, ids, threshold=_THRESHOLD, batch_size=1, progress=False)
     curves, mean, length = field.curves[:, 0], field.cumulative, setting.preset.length
     own = int(model.config.training_length)
-    fields = (empirical_receptive_field(curves, _THRESHOLD) / length).tolist()
-    jumps = [_jump(curve, own) / own for curve in curves]
+
+    def erf(curve: torch.Tensor) -> float:
+        return float(empirical_receptive_field(curve, _THRESHOLD)) / length
+
     columns = {
-        ERF: Measurement(field.erf / length, fields, [], mean.tolist()),
+        ERF: Measurement(erf(mean), jackknife(erf, curves), [], mean.tolist()),
         SHARE: Measurement(float(mean[length - 1]), curves[:, length - 1].tolist(), [], []),
-        JUMP: Measurement(_jump(mean, own) / own, jumps, [], []),
+        # The place of a maximum is no smooth function of a curve, so that pseudo-values say nothing about it.
+        JUMP: Measurement(_jump(mean, own) / own, [], [], []),
     }
     return {name: columns[name] for name in setting.table.column_names}
+
+
+def jackknife(statistic: Callable[[torch.Tensor], float], curves: torch.Tensor) -> list[float]:
+    """Return pseudo-values of a statistic of a mean curve (Tukey, 1958).
+
+    Such a statistic, e.g. the number of tokens at which the mean curve crosses a threshold, is not the mean of what
+    it is for each curve. Its pseudo-values n T - (n - 1) T_i, where T_i is what it is without curve i, have its value
+    as their mean but for the bias, and are tested and resampled like values of documents.
+
+    Args:
+        statistic: Takes a mean curve; must be a smooth function of it.
+        curves: Shape `(curves, ...)`.
+
+    Returns:
+        One for each curve; of a single curve, the statistic itself.
+    """
+    mean, count = curves.mean(dim=0), len(curves)
+    if count == 1:
+        return [statistic(mean)]
+    whole = count * statistic(mean)
+    return [whole - (count - 1) * statistic((count * mean - curve) / (count - 1)) for curve in curves]
 
 
 def _jump(curve: torch.Tensor, recent: int) -> int:

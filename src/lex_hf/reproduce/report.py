@@ -21,6 +21,7 @@ _PROTOCOLS = {
     "receptive_field": "cumulative normalised gradient of the prediction after the last token of a segment",
     "expectation": "the expectation of scores by distance (Eq. 10), computed from the configuration",
 }
+_OF_MEAN_CURVES = {"resolution": "Resolutions are", "receptive_field": "Receptive fields are"}
 _SHOWN_PARTS = 12
 _MOST_CURVES = 6  # that a reader can follow in one picture
 
@@ -82,7 +83,12 @@ def _results(record: Mapping[str, Any], name: str, result: Mapping[str, Any]) ->
     intervals = _interval_table(record, result)
     if intervals:
         yield "### Intervals over documents"
-        yield "95 % bootstrap intervals over the documents (or segments) of the mean over the seeds."
+        text = "95 % bootstrap intervals over the documents (or segments) of the mean over the seeds."
+        if record["measure"] in _OF_MEAN_CURVES:
+            text += (
+                f" {_OF_MEAN_CURVES[record['measure']]} of mean curves; pseudo-values (jackknife) stand for segments."
+            )
+        yield text
         yield intervals
 
 
