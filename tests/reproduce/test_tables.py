@@ -108,6 +108,15 @@ def test_systems_share_models_where_only_evaluation_differs(tmp_path: Path, text
     assert list(table2.configs)[-2:] == ["sandwich", "kerple + bca"]
 
 
+def test_a_further_system_may_set_fields(tmp_path: Path, texts: dict[str, Any]) -> None:
+    request = toy_request("lex-table2", tmp_path, texts, also=("sinusoidal,initializer_range=0.1+bca",))
+    plan = Plan(request)
+    config = plan.configs["sinusoidal, initializer_range=0.1 + bca"]
+    assert (config.position_embedding_type, config.initializer_range) == ("sinusoidal", 0.1)
+    assert plan.configs["Transformer"].initializer_range == 0.02
+    assert plan.table.systems[-1].pattern == "blockwise"
+
+
 def test_the_identity_of_a_model_is_all_that_decides_its_weights() -> None:
     job = models.Job(tiny_config("xpos"), {"max_steps": 10}, 16, 0, "bytes", "data")
     others = [

@@ -86,7 +86,10 @@ def reproduce(
     ] = None,
     also: Annotated[
         list[str] | None,
-        typer.Option(help="A further system, e.g. sandwich, kerple+bca, rope+sliding; several times."),
+        typer.Option(
+            help="A further system, e.g. sandwich, kerple+bca, rope+sliding, or with fields of LexConfig, "
+            "sinusoidal,initializer_range=0.1; several times."
+        ),
     ] = None,
     segments: Annotated[
         int | None, typer.Option(min=1, help="Segments whose last tokens are scored; the preset's by default.")
