@@ -147,14 +147,17 @@ def test_pseudo_values_of_a_variance_give_the_unbiased_one() -> None:
 
 
 def test_the_jump_is_measured(tmp_path: Path, toy: None, texts: dict[str, Any]) -> None:
-    record = run_experiment("sandwich-figure7", tmp_path / "output", texts, seeds=(0,))
+    fields = ("initializer_range=0.1",)
+    record = run_experiment("sandwich-figure7", tmp_path / "output", texts, seeds=(0,), fields=fields)
     cells = record["results"]["books"]["cells"]
     assert 0 < cells["Sinusoidal"]["jump / l"]["mean"] <= 3
     assert 0 < cells["Sinusoidal, short training"]["jump / l"]["mean"] <= 15
     assert cells["Sinusoidal"]["jump / l"]["documents"] == []
     assert len(cells["Sinusoidal"]["ERF / l"]["documents"][0]) == 3
     folder = tmp_path / "output" / "sandwich-figure7-tiny"
-    assert "Receptive fields are of mean curves" in (folder / "report.md").read_text()
+    page = (folder / "report.md").read_text()
+    assert "Receptive fields are of mean curves" in page
+    assert "Set in all systems that do not have their own: `initializer_range=0.1`." in page
 
 
 def test_expected_attention_needs_no_training(tmp_path: Path) -> None:

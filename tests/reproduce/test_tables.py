@@ -108,13 +108,15 @@ def test_systems_share_models_where_only_evaluation_differs(tmp_path: Path, text
     assert list(table2.configs)[-2:] == ["sandwich", "kerple + bca"]
 
 
-def test_a_further_system_may_set_fields(tmp_path: Path, texts: dict[str, Any]) -> None:
-    request = toy_request("lex-table2", tmp_path, texts, also=("sinusoidal,initializer_range=0.1+bca",))
-    plan = Plan(request)
-    config = plan.configs["sinusoidal, initializer_range=0.1 + bca"]
-    assert (config.position_embedding_type, config.initializer_range) == ("sinusoidal", 0.1)
-    assert plan.configs["Transformer"].initializer_range == 0.02
-    assert plan.table.systems[-1].pattern == "blockwise"
+def test_fields_are_set_in_systems_that_do_not_have_their_own(tmp_path: Path, texts: dict[str, Any]) -> None:
+    fields = ("initializer_range=0.1", "xpos_scale_base=7", "xpos_scale=none")
+    plan = Plan(toy_request("lex-table4", tmp_path, texts, fields=fields))
+    assert all(config.initializer_range == 0.1 for config in plan.configs.values())
+    assert all(config.xpos_scale_base == 7 for config in plan.configs.values())  # not what the length gives
+    assert plan.configs["Scalar ζ"].xpos_scale == "scalar"
+    assert plan.configs["LEX"].xpos_scale == "none"
+    before = {job.name for job, _ in Plan(toy_request("lex-table4", tmp_path, texts)).jobs}
+    assert not before & {job.name for job, _ in plan.jobs}
 
 
 def test_the_identity_of_a_model_is_all_that_decides_its_weights() -> None:

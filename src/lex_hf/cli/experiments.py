@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 from rich.table import Column
 
-from lex_hf.cli.options import LARGEST_SEED, MOST, Device, Json
+from lex_hf.cli.options import LARGEST_SEED, MOST, Assignments, Device, Json
 from lex_hf.cli.printing import is_main_process, new_table, notices, number, print_json, session
 from lex_hf.cli.ways import tables
 
@@ -86,11 +86,9 @@ def reproduce(
     ] = None,
     also: Annotated[
         list[str] | None,
-        typer.Option(
-            help="A further system, e.g. sandwich, kerple+bca, rope+sliding, or with fields of LexConfig, "
-            "sinusoidal,initializer_range=0.1; several times."
-        ),
+        typer.Option(help="A further system, e.g. sandwich, kerple+bca, rope+sliding; several times."),
     ] = None,
+    assignments: Assignments = None,
     segments: Annotated[
         int | None, typer.Option(min=1, help="Segments whose last tokens are scored; the preset's by default.")
     ] = None,
@@ -104,7 +102,8 @@ def reproduce(
     """
     if table in _STUDIES:
         own = {"data": data, "test": test}
-        others = {"length": length, "tokenizer": tokenizer, "also": also, "segments": segments, "device": device}
+        sizes = {"length": length, "tokenizer": tokenizer, "set": assignments, "segments": segments}
+        others = sizes | {"also": also, "device": device}
         _check_study(table, preset, {**others, "dry-run": dry_run or None, **({} if table == "recall" else own)})
         if table == "recall":
             _reproduce_recall(output, steps, _seeds(seeds), data or (), test or (), as_json)
@@ -125,6 +124,7 @@ def reproduce(
             length=length,
             tokenizer=tokenizer,
             also=also or (),
+            fields=assignments or (),
             segments=segments,
             device=device,
         )

@@ -4,8 +4,8 @@
 those of recipes ([`lex_hf.training.recipes`]); here is what differs, and how it is measured.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from lex_hf.reproduce.corpora import vocabulary_size
 from lex_hf.reproduce.tables import LEX, System, Table
 from lex_hf.reproduce.tiny import check_steps
 from lex_hf.training.recipe_files import lex_optimizer
-from lex_hf.training.recipes import Recipe, load_recipe
+from lex_hf.training.recipes import Recipe, load_recipe, model_fields
 
 _SIZES = (
     "hidden_size",
@@ -26,6 +26,15 @@ _SIZES = (
     "chunked_loss",
 )
 
+# Fields that are not for `--set`, and what decides them.
+_DECIDED = {
+    "position_embedding_type": "its systems have their own; others come with --also",
+    "attention_pattern": "its systems have their own",
+    "sliding_window": "its systems have their own",
+    "training_length": "it is --length",
+    "vocab_size": "it comes from --tokenizer",
+}
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -34,7 +43,7 @@ class Preset:
     Attributes:
         name: `tiny`, `small` or `paper`.
         length: l in tokens.
-        model: Fields of `LexConfig` that all systems share.
+        model: Sizes of the models, as fields of `LexConfig`.
         training: Fields of `TrainingArguments` that decide the weights, with `max_steps`.
         batch_tokens: Tokens of an optimiser step, over all devices.
         tokenizer: `bytes`, `bpe:N` (a byte-level BPE of N ids, trained on the training texts), or a folder or Hub id.
@@ -44,6 +53,7 @@ class Preset:
         needs_data: Whether training texts must be given; else Python's own library serves.
         tokens_at_once: Tokens of a batch, in training on one device and in evaluation.
         vocabulary: Number of token ids.
+        fields: Further fields of `LexConfig`, of all systems that do not have their own.
     """
 
     name: str
@@ -58,6 +68,7 @@ class Preset:
     needs_data: bool
     tokens_at_once: int
     vocabulary: int
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def config(self, table: Table, system: System) -> LexConfig:
         """The model of a system, for training: full attention within l, unless it is trained with its window.
@@ -76,7 +87,7 @@ class Preset:
         }
         if system.trained_with_window:
             fields |= {"attention_pattern": "sliding", "sliding_window": table.scaled(system.window or 0, self.length)}
-        return LexConfig(**(fields | dict(system.model)))
+        return LexConfig(**(fields | dict(self.fields) | dict(system.model)))
 
     def examples_per_step(self, length: int) -> int:
         """Training examples of an optimiser step."""
@@ -91,6 +102,7 @@ def preset(
     steps: int | None = None,
     segments: int | None = None,
     tokenizer: str | None = None,
+    fields: Sequence[str] = (),
 ) -> Preset:
     """Make a preset for the tables of one of the papers.
 
@@ -101,9 +113,11 @@ def preset(
         steps: Another number of optimiser steps; the warm-up keeps its share of them.
         segments: Another number of segments under `last_token`.
         tokenizer: Another tokenizer, and so another vocabulary.
+        fields: Fields of `LexConfig` for all systems that do not have their own, each `NAME=VALUE`.
 
     Raises:
-        ValueError: If there is no such preset, the length is odd, or a number or the tokenizer impossible.
+        ValueError: If there is no such preset, the length is odd, a number or the tokenizer impossible, or a field
+            unknown or decided elsewhere.
     """
     if name not in PRESETS:
         raise ValueError(f"--preset {name}: it must be one of {', '.join(PRESETS)}.")
@@ -121,7 +135,10 @@ def preset(
         chosen = replace(chosen, segments=segments)
     if tokenizer is not None:
         chosen = replace(chosen, tokenizer=tokenizer, vocabulary=vocabulary_size(tokenizer))
-    return chosen
+    given = model_fields(fields)
+    for decided in _DECIDED.keys() & given.keys():
+        raise ValueError(f"--set {decided}: for a table, {_DECIDED[decided]}.")
+    return replace(chosen, fields=given)
 
 
 def _tiny(paper: str) -> Preset:

@@ -58,6 +58,8 @@ def _introduction(record: Mapping[str, Any]) -> Iterator[str]:
         f"{scale}; lengths and windows are scaled by it, slopes are as printed. "
         f"Measured: {_PROTOCOLS[record['measure']]}."
     )
+    if fields := record["preset"].get("fields"):  # records of earlier versions have none
+        yield f"Set in all systems that do not have their own: {', '.join(f'`{k}={v}`' for k, v in fields.items())}."
     if paper["note"]:
         yield f"On the printed figures: {paper['note']}"
 

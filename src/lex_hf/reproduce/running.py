@@ -45,6 +45,7 @@ class Request:
         length: l in tokens, instead of the preset's.
         tokenizer: `bytes`, `bpe:N`, or a folder or Hub id, instead of the preset's.
         also: Further systems, e.g. `sandwich` or `kerple+bca`.
+        fields: Fields of `LexConfig` for all systems that do not have their own, each `NAME=VALUE`.
         segments: Number of segments under `last_token`, instead of the preset's.
         device: Where models are measured; a GPU if there is one.
     """
@@ -59,6 +60,7 @@ class Request:
     length: int | None = None
     tokenizer: str | None = None
     also: Sequence[str] = ()
+    fields: Sequence[str] = ()
     segments: int | None = None
     device: str | None = None
 
@@ -83,6 +85,7 @@ class Plan:
             steps=request.steps,
             segments=request.segments,
             tokenizer=request.tokenizer,
+            fields=request.fields,
         )
         self.setting = Setting(self.table, self.preset, request.device)
         self.published = published.load(self.table.name)

@@ -10,7 +10,6 @@ from itertools import pairwise
 from typing import Any, Literal
 
 from lex_hf.reproduce import published
-from lex_hf.training.recipes import model_fields
 
 Measure = Literal["chunked", "last_token", "resolution", "receptive_field", "expectation"]
 Relation = Literal["<", ">", "≈"]
@@ -21,15 +20,6 @@ PRINTED_LENGTH = {LEX: 1024, SANDWICH: 512}
 _NAMES = {
     LEX: "table2 table3 table4 table5 table6 figure1 figure2",
     SANDWICH: "table1 table2 table3 table5 figure4 figure5 figure6 figure7 figure11",
-}
-
-# What a further system cannot choose for itself, and what does.
-_DECIDED = {
-    "position_embedding_type": "the word before the comma",
-    "attention_pattern": "what follows the plus sign",
-    "sliding_window": "the table's training length",
-    "training_length": "--length",
-    "vocab_size": "--tokenizer",
 }
 
 
@@ -184,25 +174,14 @@ def find(name: str) -> Table:
 
 
 def further_system(text: str) -> System:
-    """Return a system that no table has, written as `SCHEME[,FIELD=VALUE ...][+PATTERN]`.
-
-    The fields are those of `LexConfig`: `sandwich`, `kerple+bca`, `sinusoidal,initializer_range=0.1`.
+    """Return a system that no table has, from a scheme and a pattern: `sandwich`, `kerple+bca`, `rope+sliding`.
 
     Raises:
-        ValueError: If a field or the pattern is unknown, or the field decided elsewhere. An unknown scheme fails in
-            its `LexConfig`.
+        ValueError: If the pattern is unknown. An unknown scheme fails in its `LexConfig`.
     """
-    model, _, pattern = text.partition("+")
+    scheme, _, pattern = text.partition("+")
     patterns = {"": "full", "bca": "blockwise", "sliding": "sliding"}
     if pattern not in patterns:
-        raise ValueError(f"also = {text!r}: after the plus sign comes bca or sliding, as in {model}+bca.")
-    scheme, *assignments = model.split(",")
-    fields = model_fields(assignments, f"--also {text}:")
-    for name in _DECIDED.keys() & fields.keys():
-        raise ValueError(f"--also {text}: {name} is given by {_DECIDED[name]}.")
-    return System(
-        text.replace(",", ", ").replace("+", " + "),
-        fields | {"position_embedding_type": scheme},
-        patterns[pattern],
-        group="not in this table",
-    )
+        raise ValueError(f"also = {text!r}: after the plus sign comes bca or sliding, as in {scheme}+bca.")
+    model = {"position_embedding_type": scheme}
+    return System(text.replace("+", " + "), model, patterns[pattern], group="not in this table")

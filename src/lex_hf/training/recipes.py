@@ -77,11 +77,11 @@ class Recipe:
     training: dict[str, Any] = field(default_factory=dict)  # fields of TrainingArguments
     data: DataSettings = field(default_factory=DataSettings)
 
-    def override(self, assignments: Iterable[str], option: str = "--set") -> "Recipe":
+    def override(self, assignments: Iterable[str]) -> "Recipe":
         """Change fields by assignments `NAME=VALUE`.
 
         The value is YAML, and the name a field of the model, the training or the data, with its section if that is
-        ambiguous: `hidden_size=64`, `model.use_cache=false`. Errors name the option they were given with.
+        ambiguous: `hidden_size=64`, `model.use_cache=false`.
 
         Raises:
             ValueError: If there is no such field, or the value has the wrong type.
@@ -90,10 +90,10 @@ class Recipe:
         for text in assignments:
             key, equals, value = text.partition("=")
             if not equals:
-                raise ValueError(f"{option} {text}: it must be NAME=VALUE, e.g. max_steps=2000.")
-            section, name = _locate(key.strip(), f"{option} {text}")
-            sections[section][name] = parse_yaml(value, f"{option} {text}")
-        return self._with(sections, option)
+                raise ValueError(f"--set {text}: it must be NAME=VALUE, e.g. max_steps=2000.")
+            section, name = _locate(key.strip(), f"--set {text}")
+            sections[section][name] = parse_yaml(value, f"--set {text}")
+        return self._with(sections, "--set")
 
     def with_tokenizer(self, name: str) -> "Recipe":
         """Replace the tokenizer, and drop the fields of the model that belong to the previous one."""
@@ -253,15 +253,15 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def model_fields(assignments: Iterable[str], option: str = "--set") -> dict[str, Any]:
+def model_fields(assignments: Iterable[str]) -> dict[str, Any]:
     """Read fields of `LexConfig` that are written as for [`Recipe.override`].
 
     Raises:
         ValueError: If one is not a field of the model.
     """
-    recipe = Recipe(option).override(assignments, option)
+    recipe = Recipe("--set").override(assignments)
     if recipe.training or recipe.data != DataSettings():
-        raise ValueError(f"{option} takes the fields of LexConfig here, e.g. training_length=512.")
+        raise ValueError("--set takes the fields of LexConfig here, e.g. training_length=512.")
     return recipe.model
 
 
