@@ -115,7 +115,9 @@ def test_reports_are_those_of_their_records(folder: Path) -> None:
 def test_summaries_are_those_of_the_records(page: Path) -> None:
     names = [f"{name}-tiny" for name in TABLES]
     records = {name: record_of(page.parent / name) for name in names if (page.parent / name).is_dir()}
-    assert page.read_text(encoding="utf-8") == summary.render(records, missing=len(names) - len(records))
+    assert page.read_text(encoding="utf-8") == summary.render(records)
+    if page.parent.name == "books":
+        assert list(records) == names
 
 
 @pytest.mark.parametrize(
