@@ -165,7 +165,7 @@ def ask(address: str, function: str, data: list[Any], session: str) -> Iterator[
 
 def test_people_read_and_write_at_once(address: str, turns: Counted) -> None:
     """One writes without an end, and goes; meanwhile another one reads."""
-    writing = ask(address, "write", [TEXT, "full", 0.8, 0.95], "writer")
+    writing = ask(address, "write", [TEXT, "blockwise", 0.8, 0.95], "writer")  # "full" has an end, by xPos
     seen = [message["msg"] for message in islice(writing, 6)]
     assert "process_generating" in seen
     reading = list(ask(address, "read", [TEXT, "blockwise", "sliding"], "reader"))

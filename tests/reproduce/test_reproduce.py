@@ -11,6 +11,7 @@ from helpers.experiments import run_experiment
 from rich.console import Console
 
 from lex_hf.evaluation.perplexity import compute_perplexity, load_for_evaluation
+from lex_hf.evaluation.receptive_field import receptive_field
 from lex_hf.evaluation.resolution import measure_resolution
 from lex_hf.reproduce import report
 from lex_hf.reproduce.corpora import segments
@@ -106,8 +107,11 @@ def test_resolution_is_measured_with_and_without_blocks(tmp_path: Path, toy: Non
     folder = tmp_path / "output" / "models" / record["models"][3]["name"]
     model, tokenizer = load_for_evaluation(str(folder), device="cpu")
     documents = [Path(each.removeprefix("books=")).read_text() for each in texts["tests"]]
-    by_hand = measure_resolution(model, segments(documents, tokenizer, 64, 3), progress=False)
-    assert cells["LEX"]["2048"]["mean"] == pytest.approx(by_hand.mean, rel=1e-5)
+    ids = segments(documents, tokenizer, 64, 3)
+    by_hand = measure_resolution(model, ids, progress=False).mean
+    assert cells["LEX"]["2048"]["mean"] == pytest.approx(by_hand, rel=1e-5)
+    last = 3 * by_hand - 2 * measure_resolution(model, ids[:2], progress=False).mean  # a pseudo-value
+    assert cells["LEX"]["2048"]["documents"][0][2] == pytest.approx(last, rel=1e-4)
     curves = record["results"]["books"]["curves"]
     assert [len(curves[name]["2048"]) for name in ("LEX", "LEX without BCA")] == [32, 64]
     assert "| LEX without BCA |" in (tmp_path / "output" / "lex-table3-tiny" / "report.md").read_text()
@@ -120,6 +124,15 @@ def test_receptive_fields_end_at_the_window(tmp_path: Path, toy: None, texts: di
     assert cells["w = 40"]["ERF / l"]["mean"] <= 3 / 32
     assert cells["w = 40"]["share of newest l"]["mean"] == pytest.approx(1)
     assert len(record["results"]["books"]["curves"]["w = 40"]["ERF / l"]) == 128
+    name = next(each["name"] for each in record["models"] if each["systems"] == ["w = 320"])
+    model, tokenizer = load_for_evaluation(str(tmp_path / "output" / "models" / name), device="cpu")
+    documents = [Path(each.removeprefix("books=")).read_text() for each in texts["tests"]]
+    ids = segments(documents, tokenizer, 128, 3)
+    whole, without_last = (
+        receptive_field(model, some, progress=False, threshold=0.99).erf / 32 for some in (ids, ids[:2])
+    )
+    assert cells["w = 320"]["ERF / l"]["mean"] == pytest.approx(whole)
+    assert cells["w = 320"]["ERF / l"]["documents"][0][2] == pytest.approx(3 * whole - 2 * without_last)
     verdicts = [each["verdict"] for each in record["results"]["books"]["statements"] if each["kind"] == "claim"]
     assert verdicts[:3] == ["agrees"] * 3
 

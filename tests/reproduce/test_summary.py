@@ -104,6 +104,11 @@ def test_the_command_plans_all(tmp_path: Path, toy: None, texts: dict[str, Any])
 def test_some_tables_are_named(tmp_path: Path, toy: None, texts: dict[str, Any]) -> None:
     request = toy_request("sandwich-figure7, lex-figure2", tmp_path, texts)
     assert [plan.table.name for plan in everything.plans(request)] == ["sandwich-figure7", "lex-figure2"]
-    for wrong, said in (("lex-figure2,lex-figure2", "named twice"), ("lex-figure2,lex-figure3", "lex-figure3")):
+    for wrong, said in (
+        ("lex-figure2,lex-figure2", "named twice"),
+        ("lex-figure2,lex-figure3", "'lex-figure3' cannot be one of several"),
+        ("all,lex-figure2", "'all' cannot be one of several"),
+        ("lex-figure2,", "'' cannot be one of several"),
+    ):
         with pytest.raises(ValueError, match=said):
             everything.plans(toy_request(wrong, tmp_path, texts))

@@ -32,6 +32,11 @@ def plans(request: Request) -> list[Plan]:
     names = list(TABLES) if request.table == ALL else [name.strip() for name in request.table.split(",")]
     if request.also:
         raise ValueError(f"--also {request.also[0]} is for one table, not for {request.table}: give one table's name.")
+    if alone := [name for name in names if name not in TABLES]:
+        raise ValueError(
+            f"{request.table}: {alone[0]!r} cannot be one of several. Give names of tables with commas between them "
+            f"({', '.join(TABLES)}), or 'all', or one name."
+        )
     if len(set(names)) < len(names):
         raise ValueError(f"{request.table}: a table is named twice.")
     return [Plan(replace(request, table=name)) for name in names]
