@@ -103,8 +103,6 @@ def run(
     _check_output(folder)
     models.join_processes(folder)
     experiment = _experiment(folder, _table(schemes), seeds, steps)
-    for job in experiment.jobs.values():
-        models.adopt(job, folder)
     measured: Measured = {}
     for scheme in schemes:
         systems = [scheme + suffix for suffix in PATTERNS.values()]
@@ -143,10 +141,8 @@ def _experiment(folder: Path, table: Table, seeds: Sequence[int], steps: int) ->
 
 
 def _job(system: System, seed: int, steps: int) -> Job:
-    scheme = system.model["position_embedding_type"]
-    label = f"{scheme}-{steps}-steps-seed-{seed}"  # folders have had these names since version 0.1.0
-    training = tiny_training(steps)
-    return Job(tiny_config(scheme), training, EXAMPLES_PER_STEP, seed, "bytes", STANDARD_LIBRARY, label=label)
+    config = tiny_config(system.model["position_embedding_type"])
+    return Job(config, tiny_training(steps), EXAMPLES_PER_STEP, seed, "bytes", STANDARD_LIBRARY)
 
 
 def _perplexities(measured: Measured) -> dict[str, dict[int, list[float]]]:

@@ -185,13 +185,6 @@ def train_job(
     return result
 
 
-def adopt(job: Job, models: Path) -> None:
-    """Note that a model is trained which an earlier version trained without leaving a record."""
-    folder = models / job.name
-    if (folder / "config.json").is_file() and not (folder / DONE).is_file():  # that file is the last of a model
-        write_json(folder / DONE, {"name": job.name, "steps": job.steps})
-
-
 def can_read(config: PreTrainedConfig, length: int) -> bool:
     """Return whether a model can read texts of `length` tokens; learned positions of LEX end with their table."""
     return "learned" not in _schemes(config) or length <= config.training_length
