@@ -70,10 +70,23 @@ def zoo_table() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def reproduced_table() -> str:
-    """The first table of the report on the LEX paper's Table 2."""
-    folder = ROOT / "notebooks/reproduction/three-texts/lex-table2-tiny"
-    return next(block for block in (folder / "report.md").read_text().split("\n\n") if block.startswith("| system"))
+def reproduced_table(group: str = "books") -> str:
+    """The first table of a report on the LEX paper's Table 2."""
+    report = (ROOT / f"notebooks/reproduction/{group}/lex-table2-tiny/report.md").read_text(encoding="utf-8")
+    return next(block for block in report.split("\n\n") if block.startswith("| system"))
+
+
+def starts_table() -> str:
+    """What the LEX paper's Table 2 has at l and at 8 l, by the standard deviation of new matrices."""
+    tables = [reproduced_table(group).splitlines() for group in ("initializer-0.02", "books")]
+    rows = [["system", *(f"{start} at {length}" for length in ("*l*", "8 *l*") for start in ("0.02", "0.1"))]]
+    rows.append(["---", *["---:"] * 4])
+    for narrow, own in zip(*tables, strict=True):
+        cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in (narrow, own)]
+        name = cells[0][0]
+        if name not in ("system", "---", "*as printed*"):
+            rows.append([name, *(row[column].rstrip("†") for column in (3, 6) for row in cells)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def overview() -> str:
@@ -92,7 +105,8 @@ def record_of(folder: Path) -> dict[str, Any]:
     [
         ("README.md", "model_cards/lex-books-3m/record.json", zoo_table),
         ("docs/papers.md", "notebooks/reproduction/books/summary.md", overview),
-        ("docs/papers.md", "notebooks/reproduction/three-texts/lex-table2-tiny/record.json", reproduced_table),
+        ("docs/papers.md", "notebooks/reproduction/books/lex-table2-tiny/record.json", reproduced_table),
+        ("docs/papers.md", "notebooks/reproduction/initializer-0.02", starts_table),
         ("docs/papers.md", "notebooks/demo/results.json", demo_table),
         ("docs/papers.md", "notebooks/demo/extrapolation.json", lambda: comparison().markdown()),
     ],
@@ -125,26 +139,30 @@ def test_summaries_are_those_of_the_records(page: Path) -> None:
     [
         "agrees**: LEX Transformer falls at every step from 32 to 1024",
         "agrees**: LEX Transformer < Alibi at 1024",
-        "agrees**: Roformer is higher at every length beyond 128",
+        "agrees**: xPos + BCA < RoPE + BCA at 1024",
+        *(f"agrees**: {name} is higher at every length beyond 128" for name in ("Transformer", "Roformer")),
         "agrees**: RoPE + BCA < RoPE at 1024",
-        "agrees**: LEX < w/o Rotation at 1024",
-        *(f"agrees**: Δ = -3 has a smaller ERF than Δ = {shift}" for shift in (0, 2, 4, 6, 8)),
-        *(f"agrees**: ERF of {name} is more than l" for name in ("Rotary", "Sandwich", "KERPLE", "T5")),
-        *(f"agrees**: Sandwich < {name} at 2048" for name in ("Rotary", "T5", "Sinusoidal")),
-        "agrees**: Sinusoidal, short training: the gradient jumps at the token where training ended",
+        *(f"agrees**: LEX < {ablation} at 1024" for ablation in ("w/o Rotation", "ζ = 0")),
+        *(f"agrees**: LEX > {name} at 256" for name in ("Transformer", "Alibi", "Roformer", "LEX without BCA")),
         *(f"agrees**: Δ = {shift} is higher at every length beyond 128" for shift in (4, 6, 8)),
         *(f"agrees**: w = {window} stays within a factor of 1.1 from 128 to 2048" for window in (40, 80, 100)),
-        *(f"disagrees**: ERF of w = {window} is more than l" for window in (120, 160)),
+        *(f"agrees**: Δ = -3 has a smaller ERF than Δ = {shift}" for shift in (0, 2, 4, 6, 8)),
+        *(f"agrees**: ERF of {name} is more than l" for name in ("Rotary", "Sandwich", "T5")),
+        "agrees**: Sinusoidal: the gradient jumps at the token where training ended",
+        *(f"agrees**: Sandwich < {name} at 2048" for name in ("ALiBi", "Rotary", "T5", "Sinusoidal")),
         "disagrees**: Alibi is higher at every length beyond 128",
+        "disagrees**: LEX < Scalar ζ at 128",
         "disagrees**: xPos + Sliding Window < xPos + BCA at 1024",
         "disagrees**: Sandwich gives about 60 % to the newest l tokens",
-        "disagrees**: Sinusoidal: the gradient jumps at the token where training ended",
-        "not significant**: xPos + BCA < RoPE + BCA at 1024",
+        "disagrees**: Sandwich, full attention < Sandwich at 1024",
+        *(f"disagrees**: ERF of w = {window} is more than l" for window in (120, 160)),
         "not significant**: LEX < Scalar ζ at 1024",
         "not significant**: LEX > Roformer at 128",
         "not significant**: KERPLE < Sandwich at 2048",
-        "not significant**: Sandwich < ALiBi at 2048",
-        "not significant**: Sinusoidal is higher at every length beyond 128",
+        "not significant**: Sandwich falls at every step from 128 to 256",
+        "not significant**: Alibi + BCA < Alibi at 1024",
+        "not significant**: Absolute < Absolute + BCA at 1024",
+        "not significant**: Sinusoidal, short training: the gradient jumps at the token where training ended",
     ],
 )
 def test_the_papers_hold_as_the_page_says(verdict: str) -> None:
