@@ -162,6 +162,9 @@ def test_summaries_are_those_of_the_records(page: Path) -> None:
         "not significant**: Sandwich falls at every step from 128 to 256",
         "not significant**: Alibi + BCA < Alibi at 1024",
         "not significant**: Absolute < Absolute + BCA at 1024",
+        *(f"not significant**: ERF of {name} is more than l" for name in ("KERPLE", "Δ = -3")),
+        *(f"not significant**: {name} is higher at every length beyond 128" for name in ("Δ = 0", "w = 160", "h = 4")),
+        "not significant**: w = 160, longer training < w = 160 at 2048",
         "not significant**: Sinusoidal, short training: the gradient jumps at the token where training ended",
     ],
 )
