@@ -67,7 +67,7 @@ docs-test: $(VENV)/.installed-dev ## run the code on pages and all notebooks, in
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,notebooks]'
 	$(BIN)/python -m pytest tests/test_pages.py tests/test_notebooks.py tests/hub/test_zoo.py
 	mkdir -p build && rm -rf build/notebooks && cp -R notebooks build/notebooks && rm -rf build/model_cards && cp -R model_cards build/
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace build/notebooks/*.ipynb
+	TQDM_DISABLE=1 PYTHONWARNINGS='ignore:IProgress not found' $(BIN)/jupyter nbconvert --to notebook --execute --inplace build/notebooks/*.ipynb
 
 # One thread: on cores that are shared, the threads of such small models mostly wait for each other.
 hf-tests: $(VENV)/.installed-dev ## transformers' own shared tests over the LEX classes; downloads them; about 20 minutes
@@ -88,7 +88,7 @@ benchmark: $(VENV)/.installed-dev ## time and memory beside other models, on a q
 
 notebooks: $(VENV)/.installed-dev ## run the notebooks again, in place
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[notebooks]'
-	$(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
+	TQDM_DISABLE=1 PYTHONWARNINGS='ignore:IProgress not found' $(BIN)/jupyter nbconvert --to notebook --execute --inplace notebooks/*.ipynb
 
 # From what is committed: nothing else that lies in the folder gets in. Neither PyTorch nor the package is installed.
 dist: | $(BIN)/python ## the source distribution and the wheel of the last commit, in dist, and checked; uploads nothing
