@@ -60,6 +60,15 @@ def frozen() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def own_environment() -> Iterator[None]:
+    """What a file, or a library that it starts, sets in the environment is not seen by the next one."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def golden() -> Path:
     """The folder with outputs of the official code; its README tells where each comes from."""

@@ -53,6 +53,7 @@ def test_a_training_goes_on_to_the_same_weights(files: Path, recipe: str, caplog
         kept = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
         kept |= {"training_length": 16, "per_device_train_batch_size": 2, "examples_per_step": 2, "max_steps": 4}
         kept |= {"save_steps": 2, "logging_steps": 1, "warmup_steps": 0}
+        kept |= {"initializer_range": 0.02}  # as the recipe had it then
         settings = [argument for name, value in kept.items() for argument in ("--set", f"{name}={value}")]
     plan = recipe if settings else folder / recipe
     result = lex("train", plan, TEXTS[0], "--output", folder, "--resume", "--json", *settings)
