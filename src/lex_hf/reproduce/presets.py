@@ -167,7 +167,6 @@ def _small(paper: str) -> Preset:
             "intermediate_size=1024",
             "vocab_size=4096",
             "chunked_loss=false",
-            "initializer_range=0.06",  # about hidden_size ** -0.5
             "max_steps=2000",
             "learning_rate=1.5e-3",
             "examples_per_step=16",
