@@ -124,6 +124,8 @@ def test_receptive_fields_end_at_the_window(tmp_path: Path, toy: None, texts: di
     assert cells["w = 40"]["ERF / l"]["mean"] <= 3 / 32
     assert cells["w = 40"]["share of newest l"]["mean"] == pytest.approx(1)
     assert len(record["results"]["books"]["curves"]["w = 40"]["ERF / l"]) == 128
+    verdicts = [each["verdict"] for each in record["results"]["books"]["statements"] if each["kind"] == "claim"]
+    assert verdicts[:3] == ["agrees"] * 3
     documents = [Path(each.removeprefix("books=")).read_text() for each in texts["tests"]]
     for window in (100, 160, 320):
         system = f"w = {window}"
