@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.experiments import toy_request
 
 from lex_hf import LexConfig
@@ -88,6 +89,13 @@ def test_the_papers_models_have_their_sizes() -> None:
     assert job.tokens == 50_000 * 32 * 512
     small = Plan(Request("lex-table2", "small", Path("nowhere"), seeds=(0,))).jobs[0][0]
     assert 3e6 <= small.parameters() <= 10e6
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_the_scale_small_is_in_bfloat16_where_that_is_no_loop(monkeypatch: pytest.MonkeyPatch, by_row: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(presets, "multiplies_by_row", lambda dtype: by_row)
+    assert ("bf16" in presets.preset("small", tables.LEX).training) is not by_row
 
 
 def test_windows_and_lengths_scale_and_windows_are_trained(tmp_path: Path, texts: dict[str, Any]) -> None:

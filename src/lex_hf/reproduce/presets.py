@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from lex_hf.model.configuration_lex import LexConfig
+from lex_hf.model.linear_lex import multiplies_by_row
 from lex_hf.reproduce.corpora import vocabulary_size
 from lex_hf.reproduce.tables import LEX, System, Table
 from lex_hf.reproduce.tiny import check_steps
@@ -157,7 +158,7 @@ def _tiny(paper: str) -> Preset:
 
 
 def _small(paper: str) -> Preset:
-    """4.2 million parameters: 4 layers of 256, heads of 64 as in the papers; 8 million tokens."""
+    """4.2 million parameters: 4 layers of 256, heads of 64 as the papers; 8 million tokens; bfloat16 if possible."""
     recipe = load_recipe("small").override(
         [
             "training_length=256",
@@ -172,7 +173,7 @@ def _small(paper: str) -> Preset:
             "examples_per_step=16",
         ]
     )
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and multiplies_by_row(torch.bfloat16):
         recipe = recipe.override(["bf16=false"])
     return _of_recipe(
         recipe,
