@@ -66,7 +66,7 @@ def test_a_report_is_rendered_from_its_record() -> None:
     ]
     assert "| a | 0.368 to 2.718 |  |" in rows
     assert (
-        "- **agrees**: a falls to 256 (ratio 0.9048 [0.8187, 1], p = 0.04 over 2 seeds, 0.001 over 8 documents)"
+        "- **agrees**: a falls to 256 (ratio 0.9048 [0.8187, 1], p = 0.04 over 2 seeds, p = 0.001 over 8 documents)"
         in text
     )
     assert "- **not significant**: order of the systems at 256: 1 agree, 1 not significant" in text
@@ -74,6 +74,14 @@ def test_a_report_is_rendered_from_its_record() -> None:
     assert "- 2 pairs of systems: 1 agree, 1 not significant" in text
     assert "`lex-hf reproduce table9`, 2024-01-01." in text
     assert "Mind them." in text
+
+
+def test_seeds_that_all_differ_by_the_same_are_said_to_and_have_no_p_value() -> None:
+    record = _record()
+    (part,) = record["results"]["books"]["statements"][0]["parts"]
+    part |= {"interval": [-0.1, -0.1 + 1e-17], "p_value": 0.0}
+    expected = "(ratio 0.9048 [0.9048, 0.9048], the same in all 2 seeds, p = 0.001 over 8 documents)"
+    assert expected in report.render(record)
 
 
 @pytest.mark.parametrize(("count", "pictures"), [(6, ["books.png"]), (9, ["books-1.png", "books-2.png"])])

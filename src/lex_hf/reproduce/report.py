@@ -242,9 +242,11 @@ def evidence(record: Mapping[str, Any], part: Mapping[str, Any]) -> str:
     if part["interval"] is None:
         return f"{numbers}, a single seed and too few documents to test"
     low, high = (_difference(record, end) for end in part["interval"])
-    test = f"p = {part['p_value']:.2g} over {part['pairs']} {part['pairing']}"
+    pairs = f"{part['pairs']} {part['pairing']}"
+    alike = math.isclose(*part["interval"], rel_tol=1e-9, abs_tol=1e-12)  # of which a test says p = 0, or 1
+    test = f"the same in all {pairs}" if alike else f"p = {part['p_value']:.2g} over {pairs}"
     if part["pairing"] == "seeds" and part["document_p_value"] is not None:
-        test += f", {part['document_p_value']:.2g} over {part['documents']} documents"
+        test += f", p = {part['document_p_value']:.2g} over {part['documents']} documents"
     return f"{numbers} [{low}, {high}], {test}"
 
 
