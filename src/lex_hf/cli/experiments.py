@@ -93,6 +93,10 @@ def reproduce(
         int | None, typer.Option(min=1, help="Segments whose last tokens are scored; the preset's by default.")
     ] = None,
     device: Device = None,
+    overwrite: Annotated[
+        bool,
+        typer.Option("--overwrite", help="Replace an earlier report of other settings, or of more seeds or texts."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be trained and measured.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -103,7 +107,7 @@ def reproduce(
     if table in _STUDIES:
         own = {"data": data, "test": test}
         sizes = {"length": length, "tokenizer": tokenizer, "set": assignments, "segments": segments}
-        others = sizes | {"also": also, "device": device}
+        others = sizes | {"also": also, "device": device, "overwrite": overwrite or None}
         _check_study(table, preset, {**others, "dry-run": dry_run or None, **({} if table == "recall" else own)})
         if table == "recall":
             _reproduce_recall(output, steps, _seeds(seeds), data or (), test or (), as_json)
@@ -127,6 +131,7 @@ def reproduce(
             fields=assignments or (),
             segments=segments,
             device=device,
+            overwrite=overwrite,
         )
         result: dict[str, Any]
         if everything.is_several(table):

@@ -45,6 +45,29 @@ class Texts:
         return {"name": self.name, **sources, "bytes": size, "sha256": self.sha256}
 
 
+@dataclass(frozen=True)
+class Corpora:
+    """Texts of one or several tables, each read once, when they are first asked for.
+
+    Attributes:
+        data: Sources of training texts; Python's own library if there are none.
+        sets: Test texts, each `NAME=SOURCE` or `SOURCE`.
+    """
+
+    data: Sequence[str]
+    sets: Sequence[str]
+
+    @cached_property
+    def training(self) -> Texts:
+        """Training texts."""
+        return training_texts(self.data)
+
+    @cached_property
+    def tests(self) -> list[Texts]:
+        """Sets of test texts."""
+        return test_texts(self.sets, self.data)
+
+
 def training_texts(data: Sequence[str]) -> Texts:
     """Load the texts given, or Python's own library without the files that are held back."""
     if data:

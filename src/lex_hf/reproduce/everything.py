@@ -9,7 +9,8 @@ from rich.console import Console
 from lex_hf.evaluation.loading import find_device
 from lex_hf.records import check_file, write_text
 from lex_hf.reproduce import models, summary
-from lex_hf.reproduce.running import Plan, Request, run
+from lex_hf.reproduce.corpora import Corpora
+from lex_hf.reproduce.running import Plan, Request, check_output, run
 from lex_hf.reproduce.tables import TABLES
 
 ALL = "all"
@@ -39,7 +40,8 @@ def plans(request: Request) -> list[Plan]:
         )
     if len(set(names)) < len(names):
         raise ValueError(f"{request.table}: a table is named twice.")
-    return [Plan(replace(request, table=name)) for name in names]
+    texts = Corpora(request.data, request.tests)
+    return [Plan(replace(request, table=name), texts) for name in names]
 
 
 def run_several(request: Request, *, console: Console) -> dict[str, dict[str, Any]]:
@@ -70,8 +72,10 @@ def run_several(request: Request, *, console: Console) -> dict[str, dict[str, An
     if request.output.is_dir():
         check_file(request.output / summary.SUMMARY, "--output:")
     for plan in planned:
+        check_output(plan)
+    for plan in planned:
         say(plan.table.name)
-        records[plan.table.name] = folders[plan.folder.name] = run(plan.request, console=console)
+        records[plan.table.name] = folders[plan.folder.name] = run(plan.request, plan.texts, console=console)
         if is_main:
             text = summary.render(folders, missing=len(planned) - len(folders))
             write_text(request.output / summary.SUMMARY, text)

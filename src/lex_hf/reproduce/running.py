@@ -15,10 +15,11 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from lex_hf.evaluation.loading import find_device
-from lex_hf.records import check_file, check_folder, hardware, versions
+from lex_hf.records import check_file, check_folder, hardware, read_json, versions
 from lex_hf.reproduce import corpora, models, published, report, tables
 from lex_hf.reproduce.console import plain_console
-from lex_hf.reproduce.corpora import Texts
+from lex_hf.reproduce.corpora import Corpora, Texts
+from lex_hf.reproduce.earlier import check_nothing_is_lost
 from lex_hf.reproduce.experiment import Experiment, Measured, distinct
 from lex_hf.reproduce.measuring import Measurement, Setting, expectation
 from lex_hf.reproduce.models import Job
@@ -48,6 +49,7 @@ class Request:
         fields: Fields of `LexConfig` for all systems that do not have their own, each `NAME=VALUE`.
         segments: Number of segments under `last_token`, instead of the preset's.
         device: Where models are measured; a GPU if there is one.
+        overwrite: Whether an earlier report may be replaced by one that has less, or other settings.
     """
 
     table: str
@@ -63,17 +65,23 @@ class Request:
     fields: Sequence[str] = ()
     segments: int | None = None
     device: str | None = None
+    overwrite: bool = False
 
 
 class Plan:
     """Models and measurements that a request needs, before anything is trained.
 
+    Args:
+        request: What is asked for.
+        texts: Its texts, if they are shared with other tables.
+
     Raises:
         ValueError: If a name or a setting of the request is unknown or impossible.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, texts: Corpora | None = None) -> None:
         self.request = request
+        self.texts = texts or Corpora(request.data, request.tests)
         found = tables.find(request.table)
         further = tuple(tables.further_system(each) for each in request.also)
         self.table: Table = replace(found, systems=(*found.systems, *further))
@@ -97,19 +105,19 @@ class Plan:
         self.trains = self.table.measure != "expectation"
         self.has_data = bool(request.data) or not self.preset.needs_data
 
-    @cached_property
+    @property
     def training(self) -> Texts:
         """Training texts; a `ValueError` if none are given and the preset needs them."""
         if not self.has_data:
             raise ValueError(
                 f"--preset {self.preset.name} needs texts to train on: give --data FILES and --test FILES."
             )
-        return corpora.training_texts(self.request.data)
+        return self.texts.training
 
-    @cached_property
+    @property
     def tests(self) -> list[Texts]:
         """Sets of test texts."""
-        return corpora.test_texts(self.request.tests, self.request.data)
+        return self.texts.tests
 
     def job(self, system: System, seed: int) -> Job:
         """Return the model of a system and a seed."""
@@ -160,20 +168,25 @@ class Plan:
         }
 
 
-def run(request: Request, *, console: Console | None = None) -> dict[str, Any]:
+def run(request: Request, texts: Corpora | None = None, *, console: Console | None = None) -> dict[str, Any]:
     """Make a table; models and measurements that are there are not made again.
+
+    Args:
+        request: What is asked for.
+        texts: Its texts, if they are shared with other tables.
+        console: Where progress is reported.
 
     Returns:
         The record, as written to `record.json` beside `report.md` and the pictures.
 
     Raises:
         KeyboardInterrupt: If training was stopped; the same call resumes it.
-        ValueError: If the request, or its texts, are impossible, the output cannot be written to, or there is no such
-            device; all that before any work.
+        ValueError: If the request, or its texts, are impossible, the output cannot be written to, an earlier report
+            there would be lost, or there is no such device; all that before any work.
     """
-    plan, start = Plan(request), time.monotonic()
+    plan, start = Plan(request, texts), time.monotonic()
     find_device(request.device)
-    _check_output(plan)
+    check_output(plan)
     models.join_processes(request.output)
     console = (console or plain_console()) if PartialState().is_main_process else plain_console(quiet=True)
     experiment = _experiment(plan, console) if plan.trains else None
@@ -193,11 +206,18 @@ def run(request: Request, *, console: Console | None = None) -> dict[str, Any]:
     return record
 
 
-def _check_output(plan: Plan) -> None:
+def check_output(plan: Plan) -> None:
+    """Check, before any work, that the report can be written, and that no earlier one is lost.
+
+    Raises:
+        ValueError: If not.
+    """
     for folder in (plan.request.output, plan.models, plan.folder):
         check_folder(folder, "--output:")
     for name in (report.RECORD, report.REPORT) if plan.folder.is_dir() else ():
         check_file(plan.folder / name, "--output:")
+    if not plan.request.overwrite and (plan.folder / report.RECORD).is_file():
+        check_nothing_is_lost(read_json(plan.folder / report.RECORD), _heading(plan), plan.folder)
 
 
 def _write(folder: Path, record: dict[str, Any]) -> None:
