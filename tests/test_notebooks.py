@@ -1,6 +1,7 @@
 """The notebooks were run from top to bottom, without errors, and are small. `make docs-test` runs them again."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +44,13 @@ def test_it_is_small_and_names_no_machine(path: Path) -> None:
     assert str(Path.home()) not in text
     assert "/tmp/" not in text
     assert "site-packages" not in text
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_the_files_that_it_names_are_there(path: Path) -> None:
+    named = []
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        pattern = r'"([^"\s]*/[^"\s]*)"' if cell["cell_type"] == "code" else r"\]\(([^)#:]+)\)"
+        named += re.findall(pattern, "".join(cell["source"]))
+    made_there = "measured/"
+    assert not [each for each in named if not each.startswith(made_there) and not (path.parent / each).exists()]

@@ -14,6 +14,7 @@ GRID = "0.92"
 _MOST_TICKS = 8
 _NARROW = 8  # up to this ratio of its ends, a logarithmic axis has evenly spaced numbers
 _PLACES_NAMED = 3
+_HANDLE = 3.2  # length of a line in a legend, in sizes of the font: gaps of dashes show beside the marker
 _AS_GOOD_AS_INFINITE = 1e300  # beyond, the limits of an axis overflow
 _Value = TypeVar("_Value", float, tuple[float, float])
 
@@ -109,7 +110,7 @@ def mark_training_length(axes: Axes, length: int, *, named: bool = True) -> None
 
 def legend_below(figure: Figure, ncols: int = 2, **entries: Any) -> None:
     """Add a legend outside the axes, where it covers no curve."""
-    legend = figure.legend(loc="outside lower center", ncols=ncols, frameon=False, **entries)
+    legend = figure.legend(loc="outside lower center", ncols=ncols, frameon=False, handlelength=_HANDLE, **entries)
     for text in legend.get_texts():
         text.set_parse_math(False)
 

@@ -16,7 +16,7 @@ from lex_hf.evaluation.drawing import legend_below
 
 _FONT = 9.0  # points
 _LINE = 1.35 * _FONT  # from one name to the next
-_LETTER, _SAMPLE = 6.0, 50.0  # points in a legend: about the width of a letter, and of a line with its margins
+_LETTER, _SAMPLE = 6.0, 62.0  # points in a legend: about the width of a letter, and of a line with its margins
 _AWAY = 18.0  # points from the axes to names beside it
 _WIDEST = 0.3  # share of the figure that names beside its axes may take
 _CLEAR = 2.0  # points around a name within the axes
