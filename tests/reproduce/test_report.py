@@ -84,6 +84,13 @@ def test_seeds_that_all_differ_by_the_same_are_said_to_and_have_no_p_value() -> 
     assert expected in report.render(record)
 
 
+@pytest.mark.parametrize("mixed", [False, True])
+def test_mixed_precision_is_said(mixed: bool) -> None:
+    model = {"name": "m", "systems": [], "parameters": 7, "steps": 2, "tokens": 64, "train_loss": 1.0, "seconds": 3.0}
+    record = {**_record(), "models": [{**model, "identity": {"training": {"bf16": True} if mixed else {}}}]}
+    assert ("mixed precision, with bfloat16" in report.render(record)) is mixed
+
+
 @pytest.mark.parametrize(("count", "pictures"), [(6, ["books.png"]), (9, ["books-1.png", "books-2.png"])])
 def test_many_systems_get_several_pictures(count: int, pictures: list[str]) -> None:
     record = _record()

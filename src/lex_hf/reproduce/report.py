@@ -276,6 +276,8 @@ def making(record: Mapping[str, Any]) -> Iterator[str]:
         head = ["model", "systems", "parameters", "steps", "tokens", "loss", "seconds"]
         yield markdown_table(head, [_model_row(each) for each in record["models"]], words=2)
         yield "Loss: mean over the training, in nats per token. Seconds: of the last uninterrupted part of it."
+        if any(each["identity"]["training"].get("bf16") for each in record["models"]):
+            yield "The models were trained in mixed precision, with bfloat16."
     texts = [*([record["data"]] if record["data"] else []), *record["tests"].values()]
     if texts:
         yield "\n".join(
