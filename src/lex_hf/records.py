@@ -7,10 +7,12 @@ import math
 import os
 import platform
 import secrets
+import shlex
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
+from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -178,6 +180,21 @@ def hardware() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "accelerators": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "processes": PartialState().num_processes,
+    }
+
+
+def command() -> str:
+    """Return the command line of this process, as it is typed."""
+    return shlex.join(["lex-hf", *sys.argv[1:]])
+
+
+def origin(*libraries: str) -> dict[str, Any]:
+    """Return how a record is made: the time, the command, and versions and hardware; see [`versions`]."""
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command(),
+        "versions": versions(*libraries),
+        "hardware": hardware(),
     }
 
 

@@ -46,6 +46,10 @@ def test_schemes_are_trained_once_and_compared(tmp_path: Path, monkeypatch: pyte
     assert row.endswith("| error |")
     written = json.loads((folder / "extrapolation.json").read_text())
     assert written["perplexity"]["alibi"]["64"] == [first, second]
+    assert [(each["seed"], each["steps"], each["systems"]) for each in written["models"]] == [
+        (seed, 2, [scheme, f"{scheme} + BCA"]) for scheme in ("alibi", "learned") for seed in (0, 1)
+    ]
+    assert {"command", "created", "versions", "hardware"} <= written.keys()
     (weights,) = folder.glob("alibi-l128-seed1-*/model.safetensors")
     before = weights.stat().st_mtime_ns
     shutil.rmtree(weights.parent / "measurements")

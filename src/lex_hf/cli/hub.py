@@ -1,7 +1,5 @@
 """The Hub: push, card."""
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +10,7 @@ from rich.table import Column
 
 from lex_hf.cli.options import LARGEST_SEED, Json
 from lex_hf.cli.printing import new_table, number, print_json, session
+from lex_hf.records import command
 
 
 def push(
@@ -75,7 +74,7 @@ def card(
                 _corpora(test or []),
                 length or [],
                 characters=characters,
-                command=shlex.join(["lex-hf", *sys.argv[1:]]),
+                command=command(),
                 seed=seed,
                 overwrite=overwrite,
             )

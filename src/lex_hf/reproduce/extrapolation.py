@@ -4,9 +4,10 @@ The comparison of the LEX paper's Tables 2 and 5 at the size of `tiny.py`, with 
 """
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from datasets import Dataset
 from rich.console import Console
@@ -14,7 +15,7 @@ from rich.console import Console
 from lex_hf.data.tokenizers import byte_tokenizer
 from lex_hf.evaluation import plots
 from lex_hf.model.positions_lex import SCHEMES
-from lex_hf.records import check_file, check_folder, to_json, write_text
+from lex_hf.records import check_file, check_folder, origin, to_json, write_text
 from lex_hf.reproduce import models
 from lex_hf.reproduce.console import plain_console
 from lex_hf.reproduce.corpora import STANDARD_LIBRARY, Texts
@@ -104,14 +105,15 @@ def run(
     models.join_processes(folder)
     experiment = _experiment(folder, _table(schemes), seeds, steps)
     measured: Measured = {}
+    trained: list[dict[str, Any]] = []
     for scheme in schemes:
         systems = [scheme + suffix for suffix in PATTERNS.values()]
-        experiment.train(byte_tokenizer(), systems)
+        trained += [{**each, "systems": served} for each, served in experiment.train(byte_tokenizer(), systems)]
         measured |= experiment.measure(systems)[STANDARD_LIBRARY]
         console.print(f"{scheme}: done")
     result = Extrapolation(steps, list(seeds), _perplexities(measured))
     try:
-        _write(folder, result)
+        _write(folder, result, trained)
     finally:
         console.print(result.markdown(), markup=False, soft_wrap=True)
     return result
@@ -159,8 +161,9 @@ def _check_output(folder: Path) -> None:
         check_file(folder / name, "--output:")
 
 
-def _write(folder: Path, result: Extrapolation) -> None:
-    write_text(folder / RESULTS, to_json(asdict(result), indent=1) + "\n")
+def _write(folder: Path, result: Extrapolation, trained: Sequence[Mapping[str, Any]]) -> None:
+    record = {**asdict(result), "models": trained, **origin(*models.LIBRARIES)}
+    write_text(folder / RESULTS, to_json(record, indent=1) + "\n")
     write_text(folder / TABLE, result.markdown())
     title = f"Held-back files of the Python standard library, {result.steps} steps, {len(result.seeds)} seeds"
     means = result.means()

@@ -24,7 +24,7 @@ from lex_hf.evaluation.loading import evaluating, load_for_evaluation
 from lex_hf.evaluation.recall import measure_recall
 from lex_hf.inference.caches import new_cache
 from lex_hf.model.configuration_lex import LexConfig
-from lex_hf.records import check_file, check_folder, fingerprint, hardware, read_json, versions, write_json
+from lex_hf.records import check_file, check_folder, fingerprint, origin, read_json, write_json
 from lex_hf.reproduce import models, recall_report
 from lex_hf.reproduce.experiment import DOES, distinct
 from lex_hf.reproduce.models import LIBRARIES, Job, ensure
@@ -98,8 +98,7 @@ def run(
         "tests": material.test_summaries,
         "models": trained,
         "systems": study.measure(),
-        "versions": versions(*LIBRARIES),
-        "hardware": hardware(),
+        **origin(*LIBRARIES),
     }
     record["seconds"] = {"training": trained_for, "all": time.monotonic() - start}
     if PartialState().is_main_process:

@@ -1,9 +1,6 @@
 """The record of the study of recall as a report: text and pictures, from the record alone."""
 
-import shlex
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -31,8 +28,6 @@ def heading(length: int, multiples: Sequence[int], seeds: Sequence[int], samples
     return {
         "format": 1,
         "study": "recall",
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["lex-hf", *sys.argv[1:]]),
         "training_length": length,
         "multiples": list(multiples),
         "seeds": list(seeds),

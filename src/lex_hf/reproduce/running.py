@@ -1,11 +1,8 @@
 """Make a table again: plan, train what is missing, measure, compare with the paper, write the report."""
 
-import shlex
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from lex_hf.evaluation.loading import find_device
-from lex_hf.records import check_file, check_folder, hardware, read_json, versions
+from lex_hf.records import check_file, check_folder, origin, read_json
 from lex_hf.reproduce import corpora, models, published, report, tables
 from lex_hf.reproduce.console import plain_console
 from lex_hf.reproduce.corpora import Corpora, Texts
@@ -253,8 +250,7 @@ def _heading(plan: Plan) -> dict[str, Any]:
     return {
         "format": 1,
         "table": plan.table.name,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["lex-hf", *sys.argv[1:]]),
+        **origin(*models.LIBRARIES),
         "published": asdict(plan.published),
         "preset": asdict(plan.preset),
         "measure": plan.table.measure,
@@ -271,8 +267,6 @@ def _heading(plan: Plan) -> dict[str, Any]:
         "seeds": list(plan.request.seeds) if plan.trains else [],
         "data": plan.training.summary() if plan.trains else None,
         "tests": {texts.name: texts.summary() for texts in plan.tests} if plan.trains else {},
-        "versions": versions(*models.LIBRARIES),
-        "hardware": hardware(),
     }
 
 
