@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,21 @@ def test_all_tables_and_the_page(tmp_path: Path, toy: None, some: None, texts: d
     assert "is trained" not in printed
     assert [each["results"] for each in again.values()] == [each["results"] for each in records.values()]
     assert (tmp_path / "output/summary.md").read_text(encoding="utf-8") == page
+
+
+def test_the_page_is_also_about_what_was_made_there_in_the_same_way(
+    tmp_path: Path, toy: None, some: None, texts: dict[str, Any]
+) -> None:
+    run_all(tmp_path, texts)
+    page = (tmp_path / "summary.md").read_text(encoding="utf-8")
+    several = toy_request("sandwich-figure6,lex-figure2", tmp_path, texts)
+    everything.run_several(several, console=Console(quiet=True))
+    assert (tmp_path / "summary.md").read_text(encoding="utf-8") == page
+    other = replace(several, fields=["rope_theta=5"], overwrite=True)
+    everything.run_several(other, console=Console(quiet=True))
+    page = (tmp_path / "summary.md").read_text(encoding="utf-8")
+    assert "sandwich-figure6-tiny/" in page
+    assert "sandwich-figure7-tiny/" not in page
 
 
 def test_a_page_of_a_part_says_so(tmp_path: Path, toy: None, some: None, texts: dict[str, Any]) -> None:

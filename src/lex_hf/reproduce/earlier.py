@@ -32,12 +32,21 @@ def check_nothing_is_lost(old: Mapping[str, Any], new: Mapping[str, Any], folder
         )
 
 
-def _lost(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+def made_alike(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
+    """Return whether two records, of any tables, are of the same settings and training texts."""
+    return not list(_made_otherwise(old, json.loads(to_json(new))))
+
+
+def _made_otherwise(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
     before, now = (dict(_settings(each["preset"])) for each in (old, new))
     for name in [name for name in {**before, **now} if before.get(name) != now.get(name)]:
         yield f"{name}={before.get(name, 'default')}"
     if (old["data"] or {}).get("sha256") != (new["data"] or {}).get("sha256"):
         yield "other training texts"
+
+
+def _lost(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[str]:
+    yield from _made_otherwise(old, new)
     for name, texts in old["tests"].items():
         if texts["sha256"] != new["tests"].get(name, {}).get("sha256"):
             yield f"the test texts {name}"

@@ -1,5 +1,6 @@
 """Make several tables and figures, or all of both papers, and a page about them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,10 +8,12 @@ from accelerate import PartialState
 from rich.console import Console
 
 from lex_hf.evaluation.loading import find_device
-from lex_hf.records import check_file, write_text
+from lex_hf.records import check_file, read_json, write_text
 from lex_hf.reproduce import models, summary
 from lex_hf.reproduce.corpora import Corpora
-from lex_hf.reproduce.running import Plan, Request, check_output, run
+from lex_hf.reproduce.earlier import made_alike
+from lex_hf.reproduce.report import RECORD
+from lex_hf.reproduce.running import Plan, Request, check_output, heading, run
 from lex_hf.reproduce.tables import TABLES
 
 ALL = "all"
@@ -47,7 +50,8 @@ def plans(request: Request) -> list[Plan]:
 def run_several(request: Request, *, console: Console) -> dict[str, dict[str, Any]]:
     """Make several tables; models, which they share, and measurements that are there are not made again.
 
-    After each table, the page about those that are done is written to `summary.md` in the output folder.
+    After each table, the page about those that are done is written to `summary.md` in the output folder. It is also
+    about other tables that were made there at the same scale, with the same settings and training texts.
 
     Args:
         request: As of [`plans`].
@@ -60,7 +64,7 @@ def run_several(request: Request, *, console: Console) -> dict[str, dict[str, An
         KeyboardInterrupt: If training was stopped; the same call resumes it.
         ValueError: As [`run`], before any work.
     """
-    planned, records, folders = plans(request), dict[str, dict[str, Any]](), dict[str, dict[str, Any]]()
+    planned, records = plans(request), dict[str, dict[str, Any]]()
     find_device(request.device)
     models.join_processes(request.output)
     is_main = PartialState().is_main_process
@@ -73,11 +77,26 @@ def run_several(request: Request, *, console: Console) -> dict[str, dict[str, An
         check_file(request.output / summary.SUMMARY, "--output:")
     for plan in planned:
         check_output(plan)
+    others = _made_before(request, planned)
     for plan in planned:
         say(plan.table.name)
-        records[plan.table.name] = folders[plan.folder.name] = run(plan.request, plan.texts, console=console)
+        records[plan.table.name] = run(plan.request, plan.texts, console=console)
         if is_main:
-            text = summary.render(folders, missing=len(planned) - len(folders))
+            done = {**others, **records}
+            folders = {f"{name}-{plan.preset.name}": done[name] for name in TABLES if name in done}
+            text = summary.render(folders, missing=len(planned) - len(records))
             write_text(request.output / summary.SUMMARY, text)
     say(f"The page about all of them is {request.output / summary.SUMMARY}")
     return records
+
+
+def _made_before(request: Request, planned: Sequence[Plan]) -> dict[str, dict[str, Any]]:
+    """Return the records of other tables that are in the output folder and were made as those planned."""
+    found = {}
+    for name in TABLES.keys() - {plan.table.name for plan in planned}:
+        plan = Plan(replace(request, table=name), planned[0].texts)
+        if (plan.folder / RECORD).is_file():
+            record = read_json(plan.folder / RECORD)
+            if made_alike(record, heading(plan)):
+                found[name] = record
+    return found

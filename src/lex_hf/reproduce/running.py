@@ -191,7 +191,7 @@ def run(request: Request, texts: Corpora | None = None, *, console: Console | No
     trained_for = time.monotonic() - start
     results = {report.NO_TEXTS: _expectations(plan)} if experiment is None else experiment.measure()
     record = {
-        **_heading(plan),
+        **heading(plan),
         "models": [{**each, "systems": systems} for each, systems in trained],
         "results": {name: _result(plan, name, cells) for name, cells in results.items()},
         "seconds": {"training": trained_for, "all": time.monotonic() - start},
@@ -214,7 +214,7 @@ def check_output(plan: Plan) -> None:
     for name in (report.RECORD, report.REPORT) if plan.folder.is_dir() else ():
         check_file(plan.folder / name, "--output:")
     if not plan.request.overwrite and (plan.folder / report.RECORD).is_file():
-        check_nothing_is_lost(read_json(plan.folder / report.RECORD), _heading(plan), plan.folder)
+        check_nothing_is_lost(read_json(plan.folder / report.RECORD), heading(plan), plan.folder)
 
 
 def _write(folder: Path, record: dict[str, Any]) -> None:
@@ -246,7 +246,8 @@ def _expectations(plan: Plan) -> Measured:
     return {name: [expectation(plan.setting, config)] for name, config in plan.configs.items()}
 
 
-def _heading(plan: Plan) -> dict[str, Any]:
+def heading(plan: Plan) -> dict[str, Any]:
+    """Return what a record says of how it is made."""
     return {
         "format": 1,
         "table": plan.table.name,
