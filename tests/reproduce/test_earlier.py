@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import PartialState
 from helpers.experiments import run_experiment, toy_request
 from rich.console import Console
 
 from lex_hf.reproduce import everything
 from lex_hf.reproduce.earlier import check_nothing_is_lost
+from lex_hf.reproduce.running import Plan, check_output
 
 _OLD: dict[str, Any] = {
     "preset": {"length": 128, "training": {"max_steps": 1000}, "fields": {}, "tokens_at_once": 8192},
@@ -65,6 +67,10 @@ def test_a_table_of_other_settings_replaces_a_report_only_if_it_is_told_to(
 ) -> None:
     record = tmp_path / "lex-figure1-tiny/record.json"
     run_experiment("lex-figure1", tmp_path, texts, seeds=(0,))
+    again = Plan(toy_request("lex-figure1", tmp_path, texts, seeds=(0,)))
+    PartialState._reset_state()
+    check_output(again)
+    assert not PartialState._shared_state  # it would be of this process alone, before others are joined
     before, models = record.read_bytes(), sorted((tmp_path / "models").iterdir())
     with pytest.raises(ValueError, match="has rope_theta=default, which this one would not have"):
         run_experiment("lex-figure1", tmp_path, texts, seeds=(0,), fields=["rope_theta=5"])

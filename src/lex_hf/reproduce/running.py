@@ -192,6 +192,7 @@ def run(request: Request, texts: Corpora | None = None, *, console: Console | No
     results = {report.NO_TEXTS: _expectations(plan)} if experiment is None else experiment.measure()
     record = {
         **heading(plan),
+        **origin(*models.LIBRARIES),
         "models": [{**each, "systems": systems} for each, systems in trained],
         "results": {name: _result(plan, name, cells) for name, cells in results.items()},
         "seconds": {"training": trained_for, "all": time.monotonic() - start},
@@ -247,11 +248,10 @@ def _expectations(plan: Plan) -> Measured:
 
 
 def heading(plan: Plan) -> dict[str, Any]:
-    """Return what a record says of how it is made."""
+    """Return what a record says of what is made, and of which texts; known before processes are joined."""
     return {
         "format": 1,
         "table": plan.table.name,
-        **origin(*models.LIBRARIES),
         "published": asdict(plan.published),
         "preset": asdict(plan.preset),
         "measure": plan.table.measure,
