@@ -51,7 +51,7 @@ class Corpora:
 
     Attributes:
         data: Sources of training texts; Python's own library if there are none.
-        sets: Test texts, each `NAME=SOURCE` or `SOURCE`.
+        sets: Test texts, each `NAME=SOURCE`, or `SOURCE` in a set called `test`; names may be repeated.
     """
 
     data: Sequence[str]
@@ -59,38 +59,24 @@ class Corpora:
 
     @cached_property
     def training(self) -> Texts:
-        """Training texts."""
-        return training_texts(self.data)
+        """Training texts: those given, or Python's own library without the files that are held back."""
+        if self.data:
+            return Texts("training", list(self.data), load_documents(self.data))
+        return Texts("training", ["the Python standard library"], standard_library().documents())
 
     @cached_property
     def tests(self) -> list[Texts]:
-        """Sets of test texts."""
-        return test_texts(self.sets, self.data)
-
-
-def training_texts(data: Sequence[str]) -> Texts:
-    """Load the texts given, or Python's own library without the files that are held back."""
-    if data:
-        return Texts("training", list(data), load_documents(data))
-    return Texts("training", ["the Python standard library"], standard_library().documents())
-
-
-def test_texts(tests: Sequence[str], data: Sequence[str]) -> list[Texts]:
-    """Load the sets of test texts: each `NAME=SOURCE`, or `SOURCE` in a set called `test`; names may be repeated.
-
-    Raises:
-        ValueError: If there are training texts but no test texts.
-    """
-    if not tests and data:
-        raise ValueError("--data without --test: give texts to test on that are not trained on, --test NAME=FILE.")
-    if not tests:
-        held_back = "held-back files of the Python standard library"
-        return [Texts(STANDARD_LIBRARY, [held_back], load_documents(standard_library().test))]
-    sources: dict[str, list[str]] = {}
-    for each in tests:
-        name, equals, source = each.partition("=")
-        sources.setdefault(name if equals else "test", []).append(source if equals else each)
-    return [Texts(name, paths, load_documents(paths)) for name, paths in sources.items()]
+        """Sets of test texts; a `ValueError` if there are training texts but no test texts."""
+        if not self.sets and self.data:
+            raise ValueError("--data without --test: give texts to test on that are not trained on, --test NAME=FILE.")
+        if not self.sets:
+            held_back = "held-back files of the Python standard library"
+            return [Texts(STANDARD_LIBRARY, [held_back], load_documents(standard_library().test))]
+        sources: dict[str, list[str]] = {}
+        for each in self.sets:
+            name, equals, source = each.partition("=")
+            sources.setdefault(name if equals else "test", []).append(source if equals else each)
+        return [Texts(name, paths, load_documents(paths)) for name, paths in sources.items()]
 
 
 def tokenizer_fingerprint(specification: str, training: Texts) -> str:

@@ -69,7 +69,8 @@ def bytes_of(data: Sequence[str], tests: Sequence[str]) -> Material:
         ValueError: If they cannot be read, or there are none to test on.
     """
     given = [] if list(data) == [corpora.STANDARD_LIBRARY] else list(data)
-    training, held_back = corpora.training_texts(given), corpora.test_texts(tests, given)
+    texts = corpora.Corpora(given, tests)
+    training, held_back = texts.training, texts.tests
     tokenizer = byte_tokenizer()
     return Material(
         unit="bytes",
