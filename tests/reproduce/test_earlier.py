@@ -10,9 +10,10 @@ from accelerate import PartialState
 from helpers.experiments import run_experiment, toy_request
 from rich.console import Console
 
+from lex_hf.records import write_json
 from lex_hf.reproduce import everything
 from lex_hf.reproduce.earlier import check_nothing_is_lost
-from lex_hf.reproduce.running import Plan, check_output
+from lex_hf.reproduce.running import Plan, check_output, made
 
 _OLD: dict[str, Any] = {
     "preset": {"length": 128, "training": {"max_steps": 1000}, "fields": {}, "tokens_at_once": 8192},
@@ -27,6 +28,11 @@ def _changed(**parts: Any) -> dict[str, Any]:
     return {**deepcopy(_OLD), **parts}
 
 
+def _record(folder: Path, record: Any) -> Path:
+    write_json(folder / "record.json", record)
+    return folder / "record.json"
+
+
 @pytest.mark.parametrize(
     "new",
     [
@@ -38,8 +44,18 @@ def _changed(**parts: Any) -> dict[str, Any]:
     ],
     ids=["the same", "further seed", "further texts", "further system", "no result depends on it"],
 )
-def test_a_report_that_has_all_of_it_replaces_an_earlier_one(new: dict[str, Any]) -> None:
-    check_nothing_is_lost(_OLD, new, Path("folder"))
+def test_a_report_that_has_all_of_it_replaces_an_earlier_one(new: dict[str, Any], tmp_path: Path) -> None:
+    check_nothing_is_lost(_record(tmp_path, _OLD), made, new)
+
+
+def test_where_there_is_no_report_nothing_is_lost(tmp_path: Path) -> None:
+    check_nothing_is_lost(tmp_path / "record.json", made, _OLD)
+
+
+@pytest.mark.parametrize("foreign", [[], {}, "text", {**_OLD, "systems": []}])
+def test_what_is_no_record_is_not_replaced(foreign: Any, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"record\.json is not such a record\. Give another --output, or --overwrite"):
+        check_nothing_is_lost(_record(tmp_path, foreign), made, _OLD)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +64,7 @@ def test_a_report_that_has_all_of_it_replaces_an_earlier_one(new: dict[str, Any]
         (_changed(preset={**_OLD["preset"], "length": 64}), "length=128"),
         (_changed(preset={**_OLD["preset"], "training": {"max_steps": 10}}), "max_steps=1000"),
         (_changed(preset={**_OLD["preset"], "fields": {"rope_theta": 1.0}}), "rope_theta=default"),
-        (_changed(data={"sha256": "other"}), "other training texts"),
+        (_changed(data={"sha256": "other"}), "sha256 of the training texts=d"),
         (_changed(tests={"books": {"sha256": "other"}}), "the test texts books"),
         (_changed(tests={}), "the test texts books"),
         (_changed(seeds=[1, 2]), "seed 0"),
@@ -57,9 +73,9 @@ def test_a_report_that_has_all_of_it_replaces_an_earlier_one(new: dict[str, Any]
         (_changed(systems={"LEX": {"model": {}, "pattern": "blockwise"}}), "the system LEX"),
     ],
 )
-def test_what_would_be_lost_is_said(new: dict[str, Any], lost: str) -> None:
-    with pytest.raises(ValueError, match=rf"The report in folder has {lost}, which .*--output, or --overwrite"):
-        check_nothing_is_lost(_OLD, new, Path("folder"))
+def test_what_would_be_lost_is_said(new: dict[str, Any], lost: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"The report in {tmp_path} has {lost}, which .*--output, or --overwrite"):
+        check_nothing_is_lost(_record(tmp_path, _OLD), made, new)
 
 
 def test_a_table_of_other_settings_replaces_a_report_only_if_it_is_told_to(

@@ -56,6 +56,17 @@ def test_schemes_are_trained_once_and_compared(tmp_path: Path, monkeypatch: pyte
     assert extrapolation.run(folder, **settings) == result
     assert weights.stat().st_mtime_ns == before
     assert (folder / "extrapolation.png").read_bytes().startswith(b"\x89PNG")
+    kept = (folder / "extrapolation.json").read_bytes()
+    for other, lost in (
+        ({"steps": 1}, "steps=2"),
+        ({"seeds": (1, 2)}, "seed 0"),
+        ({"schemes": ("alibi",)}, "the system learned, the system learned \\+ BCA"),
+    ):
+        with pytest.raises(ValueError, match=f"has {lost}, which .* --overwrite"):
+            extrapolation.run(folder, **{**settings, **other})
+    assert (folder / "extrapolation.json").read_bytes() == kept
+    extrapolation.run(folder, **{**settings, "schemes": ("alibi",)}, overwrite=True)
+    assert list(json.loads((folder / "extrapolation.json").read_text())["perplexity"]) == ["alibi", "alibi + BCA"]
 
 
 def test_unknown_schemes_fail_before_anything_is_trained(tmp_path: Path) -> None:

@@ -319,6 +319,18 @@ def test_nothing_is_made_twice(
         assert [each[name] for each in again["systems"]] == [each[name] for each in record["systems"]]
 
 
+@pytest.mark.parametrize(
+    ("options", "lost"), [({"steps": 1}, "steps=2"), ({"samples": 5}, "samples=4"), ({"seeds": (1,)}, "seed 0")]
+)
+def test_a_report_of_other_settings_is_not_replaced(
+    options: dict[str, Any], lost: str, made: tuple[Path, dict[str, Any]]
+) -> None:
+    before = _files(made[0])
+    with pytest.raises(ValueError, match=f"The report in .*recall-tiny has {lost}, which .*--overwrite"):
+        _run(made[0], **options)
+    assert _files(made[0]) == before
+
+
 def test_a_study_that_was_stopped_continues(
     stopped: tuple[Path, str], made: tuple[Path, dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -359,6 +371,12 @@ def test_texts_of_the_user_have_perplexity_alone(
     assert "recall.png" not in report
     assert "| hybrid | perplexity falls | small cache | all |" in report
     assert " ± " in report  # of two seeds
+    fewer = ["reproduce", "recall", "--output", tmp_path, *files, "--seeds", "7", "--steps", 2]
+    refused = " ".join(lex(*fewer).stderr.split())
+    assert "has seed 8, which this one would not have" in refused
+    assert (out / "report.md").read_text() == report
+    assert lex(*fewer, "--overwrite").exit_code == 0
+    assert json.loads((out / "record.json").read_text())["seeds"] == [7]
 
 
 @pytest.mark.parametrize(

@@ -37,13 +37,23 @@ def extrapolation(
         list[int] | None, typer.Option(min=0, max=LARGEST_SEED, help="A seed; 0 and 1 by default.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, max=MOST, help="Optimiser steps of each model.")] = 1500,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier table of other steps, or of more schemes or seeds.")
+    ] = False,
 ) -> None:
     """Train a tiny model for each position scheme and compare them at up to 16 times the training length."""
     from lex_hf.model.positions_lex import SCHEMES
     from lex_hf.reproduce import extrapolation as comparison
 
     with session() as console:
-        comparison.run(output, schemes=scheme or tuple(SCHEMES), seeds=seed or (0, 1), steps=steps, console=console)
+        comparison.run(
+            output,
+            schemes=scheme or tuple(SCHEMES),
+            seeds=seed or (0, 1),
+            steps=steps,
+            overwrite=overwrite,
+            console=console,
+        )
 
 
 def reproduce(
@@ -105,12 +115,12 @@ def reproduce(
     A run that was stopped or killed continues when the same command is given again.
     """
     if table in _STUDIES:
-        own = {"data": data, "test": test}
+        own = {"data": data, "test": test, "overwrite": overwrite or None}
         sizes = {"length": length, "tokenizer": tokenizer, "set": assignments, "segments": segments}
-        others = sizes | {"also": also, "device": device, "overwrite": overwrite or None}
+        others = sizes | {"also": also, "device": device}
         _check_study(table, preset, {**others, "dry-run": dry_run or None, **({} if table == "recall" else own)})
         if table == "recall":
-            _reproduce_recall(output, steps, _seeds(seeds), data or (), test or (), as_json)
+            _reproduce_recall(output, steps, _seeds(seeds), data or (), test or (), overwrite, as_json)
         else:
             _reproduce_ways(output, steps, _seeds(seeds)[:1], as_json)
         return
@@ -176,14 +186,26 @@ def _reproduce_ways(output: Path, steps: int | None, seeds: list[int], as_json: 
 
 
 def _reproduce_recall(
-    output: Path, steps: int | None, seeds: list[int], data: Sequence[str], tests: Sequence[str], as_json: bool
+    output: Path,
+    steps: int | None,
+    seeds: list[int],
+    data: Sequence[str],
+    tests: Sequence[str],
+    overwrite: bool,
+    as_json: bool,
 ) -> None:
     """Train tiny models of many systems, and measure what they recall, by distance."""
     from lex_hf.reproduce import recall
 
     with session(as_json):
         record = recall.run(
-            output, steps=steps or recall.STEPS, seeds=seeds, data=data, tests=tests, console=notices()
+            output,
+            steps=steps or recall.STEPS,
+            seeds=seeds,
+            data=data,
+            tests=tests,
+            overwrite=overwrite,
+            console=notices(),
         )
     if as_json and is_main_process():
         print_json(record)

@@ -11,9 +11,9 @@ from lex_hf.evaluation.loading import find_device
 from lex_hf.records import check_file, read_json, write_text
 from lex_hf.reproduce import models, summary
 from lex_hf.reproduce.corpora import Corpora
-from lex_hf.reproduce.earlier import made_alike
+from lex_hf.reproduce.earlier import as_read
 from lex_hf.reproduce.report import RECORD
-from lex_hf.reproduce.running import Plan, Request, check_output, heading, run
+from lex_hf.reproduce.running import Plan, Request, check_output, heading, made, run
 from lex_hf.reproduce.tables import TABLES
 
 ALL = "all"
@@ -97,6 +97,6 @@ def _made_before(request: Request, planned: Sequence[Plan]) -> dict[str, dict[st
         plan = Plan(replace(request, table=name), planned[0].texts)
         if (plan.folder / RECORD).is_file():
             record = read_json(plan.folder / RECORD)
-            if made_alike(record, heading(plan)):
+            if not list(made(record).otherwise(made(as_read(heading(plan))))):
                 found[name] = record
     return found

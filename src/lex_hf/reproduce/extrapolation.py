@@ -19,6 +19,7 @@ from lex_hf.records import check_file, check_folder, origin, to_json, write_text
 from lex_hf.reproduce import models
 from lex_hf.reproduce.console import plain_console
 from lex_hf.reproduce.corpora import STANDARD_LIBRARY, Texts
+from lex_hf.reproduce.earlier import Made, check_nothing_is_lost
 from lex_hf.reproduce.experiment import Experiment, Measured
 from lex_hf.reproduce.measuring import Setting
 from lex_hf.reproduce.models import Job
@@ -84,16 +85,17 @@ def run(
     schemes: Sequence[str] = tuple(SCHEMES),
     seeds: Sequence[int] = (0, 1),
     steps: int = STEPS,
+    overwrite: bool = False,
     console: Console | None = None,
 ) -> Extrapolation:
     """Train a tiny model for each scheme and seed, evaluate each at all lengths, write table, plot and JSON.
 
     Models that `folder` already holds, trained for as many steps, are not trained again. The table is printed also if
-    it cannot be written.
+    it cannot be written. A table of other settings, or of more schemes or seeds, is replaced only with `overwrite`.
 
     Raises:
-        ValueError: If a scheme is unknown or there twice, a seed is impossible or there twice, there is no step, or
-            the folder cannot be written to; all that before any work.
+        ValueError: If a scheme is unknown or there twice, a seed is impossible or there twice, there is no step, the
+            folder cannot be written to, or an earlier table there would be lost; all that before any work.
     """
     console = console or plain_console()
     configs = {scheme: tiny_config(scheme) for scheme in schemes}
@@ -101,9 +103,13 @@ def run(
     check_seeds(seeds)
     if len(configs) < len(schemes):
         raise ValueError(f"schemes = {', '.join(schemes)}: one is given twice.")
+    table = _table(schemes)
     _check_output(folder)
+    if not overwrite:
+        heading = {"steps": steps, "seeds": seeds, "perplexity": [system.name for system in table.systems]}
+        check_nothing_is_lost(folder / RESULTS, _made, heading)
     models.join_processes(folder)
-    experiment = _experiment(folder, _table(schemes), seeds, steps)
+    experiment = _experiment(folder, table, seeds, steps)
     measured: Measured = {}
     trained: list[dict[str, Any]] = []
     for scheme in schemes:
@@ -153,6 +159,12 @@ def _perplexities(measured: Measured) -> dict[str, dict[int, list[float]]]:
         system: {int(column) // _SCALE: [each[column].perplexity for each in seeds] for column in seeds[0]}
         for system, seeds in measured.items()
     }
+
+
+def _made(record: Mapping[str, Any]) -> Made:
+    """Return what the table of a record, or of its names alone, is of."""
+    seeds = {f"seed {seed}": None for seed in record["seeds"]}
+    return Made({"steps": record["steps"]}, seeds | {f"the system {name}": None for name in record["perplexity"]})
 
 
 def _check_output(folder: Path) -> None:

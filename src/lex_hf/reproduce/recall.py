@@ -26,11 +26,12 @@ from lex_hf.inference.caches import new_cache
 from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.records import check_file, check_folder, fingerprint, origin, read_json, write_json
 from lex_hf.reproduce import models, recall_report
+from lex_hf.reproduce.earlier import check_nothing_is_lost
 from lex_hf.reproduce.experiment import DOES, distinct
 from lex_hf.reproduce.models import LIBRARIES, Job, ensure
 from lex_hf.reproduce.recall_material import Material, bytes_of, words_that_ask
 from lex_hf.reproduce.recall_systems import LAYERS, RecallSystem, systems
-from lex_hf.reproduce.report import REPORT
+from lex_hf.reproduce.report import RECORD, REPORT
 from lex_hf.reproduce.tiny import check_seeds, check_steps, perplexity_by_length
 from lex_hf.rope.blockwise import reader_of
 
@@ -55,6 +56,7 @@ def run(
     samples: int = SAMPLES,
     data: Sequence[str] = (),
     tests: Sequence[str] = (),
+    overwrite: bool = False,
     console: Console,
 ) -> dict[str, Any]:
     """Make the study: train what is missing, measure, write the report.
@@ -67,6 +69,7 @@ def run(
         data: Texts to train on, as bytes: files as `load_documents` reads them, or `python` for the sources of
             Python's own library. By default, texts that ask for recall.
         tests: Texts whose perplexity is measured, where files are given: each `NAME=SOURCE` or `SOURCE`.
+        overwrite: Whether an earlier report of other settings, or of more seeds or texts, may be replaced.
         console: Where to say what is being done.
 
     Returns:
@@ -74,7 +77,8 @@ def run(
 
     Raises:
         KeyboardInterrupt: If training was stopped; the same call resumes it.
-        ValueError: If an argument does not fit, or the folder cannot be written to; before any work.
+        ValueError: If an argument does not fit, the folder cannot be written to, or an earlier report there would be
+            lost; before any work.
     """
     check_steps(steps)
     check_seeds(seeds)
@@ -86,16 +90,15 @@ def run(
     for name in recall_report.FILES if out.is_dir() else ():
         check_file(out / name, "--output:")
     material = bytes_of(data, tests) if data else words_that_ask(LENGTH * MULTIPLES[-1])
+    heading = _heading(material, steps, seeds, samples)
+    if not overwrite:
+        check_nothing_is_lost(out / RECORD, recall_report.made, heading)
     models.join_processes(folder)
     study = _Study(material, folder / "models", steps, tuple(seeds), samples, console)
     trained = study.train()
     trained_for = time.monotonic() - start
     record = {
-        **recall_report.heading(LENGTH, MULTIPLES, seeds, samples),
-        "unit": material.unit,
-        "about_tests": material.about_tests,
-        "data": material.summary,
-        "tests": material.test_summaries,
+        **heading,
         "models": trained,
         "systems": study.measure(),
         **origin(*LIBRARIES),
@@ -106,6 +109,23 @@ def run(
         console.print(f"The report is in {out / REPORT}", soft_wrap=True, highlight=False)
     PartialState().wait_for_everyone()
     return record
+
+
+def _heading(material: Material, steps: int, seeds: Sequence[int], samples: int) -> dict[str, Any]:
+    """Return what a record says of what is made, before it is."""
+    return {
+        "format": 1,
+        "study": NAME,
+        "training_length": LENGTH,
+        "multiples": list(MULTIPLES),
+        "seeds": list(seeds),
+        "steps": steps,
+        "samples": samples,
+        "unit": material.unit,
+        "about_tests": material.about_tests,
+        "data": material.summary,
+        "tests": material.test_summaries,
+    }
 
 
 @dataclass(frozen=True)

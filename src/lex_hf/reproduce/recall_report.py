@@ -10,6 +10,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from lex_hf.evaluation.recall_plot import plot_panels
+from lex_hf.reproduce.earlier import Made, seeds_and_tests, training_texts
 from lex_hf.reproduce.recall_systems import LAYERS
 from lex_hf.reproduce.report import RECORD, REPORT, making, markdown_table, write_files
 from lex_hf.reproduce.statements import Cell
@@ -23,16 +24,10 @@ _KIB = 1024
 System = Mapping[str, Any]
 
 
-def heading(length: int, multiples: Sequence[int], seeds: Sequence[int], samples: int) -> dict[str, Any]:
-    """Return what a record begins with."""
-    return {
-        "format": 1,
-        "study": "recall",
-        "training_length": length,
-        "multiples": list(multiples),
-        "seeds": list(seeds),
-        "samples": samples,
-    }
+def made(record: Mapping[str, Any]) -> Made:
+    """Return what the report of a record is of."""
+    settings = {name: record[name] for name in ("training_length", "multiples", "steps", "samples")}
+    return Made(settings | training_texts(record), seeds_and_tests(record))
 
 
 def write(folder: Path, record: Mapping[str, Any]) -> None:

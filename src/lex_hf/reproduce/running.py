@@ -1,7 +1,7 @@
 """Make a table again: plan, train what is missing, measure, compare with the paper, write the report."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,11 +12,11 @@ from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from lex_hf.evaluation.loading import find_device
-from lex_hf.records import check_file, check_folder, origin, read_json
+from lex_hf.records import check_file, check_folder, origin
 from lex_hf.reproduce import corpora, models, published, report, tables
 from lex_hf.reproduce.console import plain_console
 from lex_hf.reproduce.corpora import Corpora, Texts
-from lex_hf.reproduce.earlier import check_nothing_is_lost
+from lex_hf.reproduce.earlier import Made, check_nothing_is_lost, seeds_and_tests, training_texts
 from lex_hf.reproduce.experiment import Experiment, Measured, distinct
 from lex_hf.reproduce.measuring import Measurement, Setting, expectation
 from lex_hf.reproduce.models import Job
@@ -26,6 +26,7 @@ from lex_hf.reproduce.tables import System, Table
 from lex_hf.reproduce.tiny import check_seeds
 
 _UNKNOWN = "not given"  # fingerprint of texts in a plan made without them
+_WITHOUT_EFFECT = ("tokens_at_once", "needs_data")  # settings of a preset that change no result
 
 
 @dataclass(frozen=True)
@@ -214,8 +215,8 @@ def check_output(plan: Plan) -> None:
         check_folder(folder, "--output:")
     for name in (report.RECORD, report.REPORT) if plan.folder.is_dir() else ():
         check_file(plan.folder / name, "--output:")
-    if not plan.request.overwrite and (plan.folder / report.RECORD).is_file():
-        check_nothing_is_lost(read_json(plan.folder / report.RECORD), heading(plan), plan.folder)
+    if not plan.request.overwrite:
+        check_nothing_is_lost(plan.folder / report.RECORD, made, heading(plan))
 
 
 def _write(folder: Path, record: dict[str, Any]) -> None:
@@ -269,6 +270,21 @@ def heading(plan: Plan) -> dict[str, Any]:
         "data": plan.training.summary() if plan.trains else None,
         "tests": {texts.name: texts.summary() for texts in plan.tests} if plan.trains else {},
     }
+
+
+def made(record: Mapping[str, Any]) -> Made:
+    """Return what the report of a record, or of a heading, is of."""
+    systems = {f"the system {name}": system for name, system in record["systems"].items()}
+    return Made(dict(_settings(record["preset"])) | training_texts(record), seeds_and_tests(record) | systems)
+
+
+def _settings(preset: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield all settings of a preset: those of models and training beside the others."""
+    for name, value in preset.items():
+        if isinstance(value, Mapping):
+            yield from value.items()
+        elif name not in _WITHOUT_EFFECT:
+            yield name, value
 
 
 def _result(plan: Plan, name: str, measured: Measured) -> dict[str, Any]:
