@@ -394,6 +394,13 @@ def test_impossible_requests_fail_before_any_work(options: dict[str, Any], messa
     assert not (tmp_path / "output").exists()
 
 
+def test_a_text_without_a_scored_byte_fails_before_any_work(texts: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "short.txt").write_text("x")
+    with pytest.raises(ValueError, match="--test notes: 'x' has one byte"):
+        _run(tmp_path / "output", data=texts["data"], tests=[*texts["tests"], f"notes={tmp_path / 'short.txt'}"])
+    assert not (tmp_path / "output").exists()
+
+
 @pytest.mark.parametrize("place", ["", "models", "recall-tiny", "recall-tiny/report.md"])
 def test_an_output_that_cannot_be_written_to_fails_before_any_work(place: str, tmp_path: Path) -> None:
     output = tmp_path / "output"

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.experiments import run_experiment
 from typer.testing import CliRunner
 
 from lex_hf.cli.commands import app
@@ -60,11 +59,17 @@ def test_bad_requests_give_a_sentence(tmp_path: Path, toy: None, arguments: list
     assert not (tmp_path / "output").exists()
 
 
-def test_texts_too_short_for_the_last_token_give_a_sentence(tmp_path: Path, toy: None, texts: dict[str, Any]) -> None:
-    short = tmp_path / "short.txt"
+@pytest.mark.parametrize("tables", ["sandwich-figure6", "lex-table2,sandwich-figure6"])
+def test_texts_too_short_for_the_last_token_give_a_sentence(
+    tables: str, tmp_path: Path, toy: None, texts: dict[str, Any]
+) -> None:
+    short, output = tmp_path / "short.txt", tmp_path / "output"
     short.write_text("too short")
-    with pytest.raises(ValueError, match="No test text has 128 tokens, the longest 9"):
-        run_experiment("sandwich-figure6", tmp_path / "output", {**texts, "tests": [str(short)]}, steps=1)
+    tests = [word for each in (*texts["tests"], f"notes={short}") for word in ("--test", each)]
+    result = _lex(tables, "--data", texts["data"][0], *tests, "--output", output)
+    assert result.exit_code == 1
+    assert "No test text of notes has 128 tokens, the longest 9" in " ".join(result.stderr.split())
+    assert not output.exists()  # before any model is trained
 
 
 def test_a_report_that_cannot_be_written_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -125,30 +125,34 @@ def segments(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: i
         tokenizer: Tokenizer of the model.
         length: Tokens of a segment.
         count: Number of segments; fewer if the texts hold no more.
-
-    Raises:
-        ValueError: If the texts hold none.
     """
-    return torch.tensor(segments_in_turn(_encode(texts, tokenizer, length), length)[:count])
+    return torch.tensor(segments_in_turn(_encode(texts, tokenizer), length)[:count])
 
 
 def long_enough(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[str]:
-    """Return the texts with at least `length` tokens.
-
-    Raises:
-        ValueError: If there are none.
-    """
-    encoded = _encode(texts, tokenizer, length)
+    """Return the texts with at least `length` tokens."""
+    encoded = _encode(texts, tokenizer)
     return [text for text, ids in zip(texts, encoded, strict=True) if len(ids) >= length]
 
 
-def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int) -> list[list[int]]:
-    """Return the token ids of texts of which one at least must have `length` tokens."""
+def check_length(texts: Texts, tokenizer: PreTrainedTokenizerBase, length: int) -> None:
+    """Check that one text at least has `length` tokens.
+
+    Raises:
+        ValueError: If not.
+    """
+    longest = 0
+    for text in texts.documents["text"]:
+        (ids,) = _encode([text], tokenizer)
+        longest = max(longest, len(ids))
+        if longest >= length:
+            return
+    raise ValueError(
+        f"No test text of {texts.name} has {length} tokens, the longest {longest}: give longer texts, or choose a "
+        "smaller --length."
+    )
+
+
+def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    longest = max(map(len, encoded))
-    if longest < length:
-        raise ValueError(
-            f"No test text has {length} tokens, the longest {longest}: give longer texts, or choose a smaller "
-            "--length."
-        )
     return encoded

@@ -13,7 +13,7 @@ from lex_hf.reproduce import models, summary
 from lex_hf.reproduce.corpora import Corpora
 from lex_hf.reproduce.earlier import as_read
 from lex_hf.reproduce.report import RECORD
-from lex_hf.reproduce.running import Plan, Request, check_output, heading, made, run
+from lex_hf.reproduce.running import Plan, Request, check_output, check_tests, heading, made, run
 from lex_hf.reproduce.tables import TABLES
 
 ALL = "all"
@@ -77,6 +77,8 @@ def run_several(request: Request, *, console: Console) -> dict[str, dict[str, An
         check_file(request.output / summary.SUMMARY, "--output:")
     for plan in planned:
         check_output(plan)
+    for plan in planned:
+        check_tests(plan)
     others = _made_before(request, planned)
     for plan in planned:
         say(plan.table.name)

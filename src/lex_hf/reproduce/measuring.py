@@ -20,7 +20,7 @@ from lex_hf.evaluation.receptive_field import empirical_receptive_field, recepti
 from lex_hf.evaluation.resolution import attention_resolution, expected_attention, measure_resolution
 from lex_hf.model.configuration_lex import LexConfig
 from lex_hf.records import fingerprint, read_json, write_json
-from lex_hf.reproduce.corpora import Texts, long_enough, segments
+from lex_hf.reproduce.corpora import Texts, check_length, long_enough, segments
 from lex_hf.reproduce.models import can_read
 from lex_hf.reproduce.presets import Preset
 from lex_hf.reproduce.tables import System, Table
@@ -61,6 +61,16 @@ class Setting:
     def length(self, printed: int) -> int:
         """Tokens at this scale."""
         return self.table.scaled(printed, self.preset.length)
+
+
+def check_texts(setting: Setting, texts: Texts, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check, before models are trained, that one of the texts is as long as the longest that is measured.
+
+    Raises:
+        ValueError: If not.
+    """
+    if setting.table.measure != "chunked":  # which reads texts of any length
+        check_length(texts, tokenizer, setting.length(max(setting.table.lengths)))
 
 
 def measure(

@@ -66,7 +66,7 @@ def bytes_of(data: Sequence[str], tests: Sequence[str]) -> Material:
         tests: Texts to test on, each `NAME=SOURCE` or `SOURCE`.
 
     Raises:
-        ValueError: If they cannot be read, or there are none to test on.
+        ValueError: If they cannot be read, there are none to test on, or one of these has a single byte.
     """
     given = [] if list(data) == [corpora.STANDARD_LIBRARY] else list(data)
     texts = corpora.Corpora(given, tests)
@@ -77,7 +77,7 @@ def bytes_of(data: Sequence[str], tests: Sequence[str]) -> Material:
         tokenizer=tokenizer,
         make_examples=lambda count, length: pack(training.documents, tokenizer, length),
         fingerprint=lambda count: training.sha256,
-        tests={each.name: [_beginning(text) for text in each.documents["text"][:_TEXTS]] for each in held_back},
+        tests={each.name: _beginnings(each) for each in held_back},
         about_tests=f"The first {_BYTES_OF_A_TEXT:,} bytes of up to {_TEXTS} texts",
         task=None,
         summary=training.summary(),
@@ -85,5 +85,8 @@ def bytes_of(data: Sequence[str], tests: Sequence[str]) -> Material:
     )
 
 
-def _beginning(text: str) -> str:
-    return text.encode()[:_BYTES_OF_A_TEXT].decode(errors="ignore")
+def _beginnings(texts: corpora.Texts) -> list[str]:
+    found = [text.encode()[:_BYTES_OF_A_TEXT].decode(errors="ignore") for text in texts.documents["text"][:_TEXTS]]
+    if short := [text for text in found if len(text.encode()) < 2]:
+        raise ValueError(f"--test {texts.name}: {short[0]!r} has one byte, and the first is not scored: leave it out.")
+    return found

@@ -18,7 +18,7 @@ from lex_hf.reproduce.console import plain_console
 from lex_hf.reproduce.corpora import Corpora, Texts
 from lex_hf.reproduce.earlier import Made, check_nothing_is_lost, seeds_and_tests, training_texts
 from lex_hf.reproduce.experiment import Experiment, Measured, distinct
-from lex_hf.reproduce.measuring import Measurement, Setting, expectation
+from lex_hf.reproduce.measuring import Measurement, Setting, check_texts, expectation
 from lex_hf.reproduce.models import Job
 from lex_hf.reproduce.presets import preset
 from lex_hf.reproduce.statements import Cell, is_perplexity, marks, statements
@@ -186,6 +186,7 @@ def run(request: Request, texts: Corpora | None = None, *, console: Console | No
     find_device(request.device)
     check_output(plan)
     models.join_processes(request.output)
+    check_tests(plan)
     console = (console or plain_console()) if PartialState().is_main_process else plain_console(quiet=True)
     experiment = _experiment(plan, console) if plan.trains else None
     trained = [] if experiment is None else experiment.train(_tokenizer(plan))
@@ -217,6 +218,18 @@ def check_output(plan: Plan) -> None:
         check_file(plan.folder / name, "--output:")
     if not plan.request.overwrite:
         check_nothing_is_lost(plan.folder / report.RECORD, made, heading(plan))
+
+
+def check_tests(plan: Plan) -> None:
+    """Check, before models are trained, that test texts are long enough; that needs the tokenizer, which is made.
+
+    Raises:
+        ValueError: If not.
+    """
+    if plan.trains:
+        tokenizer = _tokenizer(plan)
+        for texts in plan.tests:
+            check_texts(plan.setting, texts, tokenizer)
 
 
 def _write(folder: Path, record: dict[str, Any]) -> None:
