@@ -70,15 +70,15 @@ def zoo_table() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def reproduced_table(group: str = "books") -> str:
+def reproduced_table(folder: str = "books/lex-table2-tiny") -> str:
     """The first table of a report on the LEX paper's Table 2."""
-    report = (ROOT / f"notebooks/reproduction/{group}/lex-table2-tiny/report.md").read_text(encoding="utf-8")
+    report = (ROOT / f"notebooks/reproduction/{folder}/report.md").read_text(encoding="utf-8")
     return next(block for block in report.split("\n\n") if block.startswith("| system"))
 
 
 def starts_table() -> str:
     """What the LEX paper's Table 2 has at l and at 8 l, by the standard deviation of new matrices."""
-    tables = [reproduced_table(group).splitlines() for group in ("initializer-0.02", "books")]
+    tables = [reproduced_table(f"{group}/lex-table2-tiny").splitlines() for group in ("initializer-0.02", "books")]
     rows = [["system", *(f"{start} at {length}" for length in ("*l*", "8 *l*") for start in ("0.02", "0.1"))]]
     rows.append(["---", *["---:"] * 4])
     for narrow, own in zip(*tables, strict=True):
@@ -107,6 +107,11 @@ def record_of(folder: Path) -> dict[str, Any]:
         ("docs/papers.md", "notebooks/reproduction/books/summary.md", overview),
         ("docs/papers.md", "notebooks/reproduction/books/lex-table2-tiny/record.json", reproduced_table),
         ("docs/papers.md", "notebooks/reproduction/initializer-0.02", starts_table),
+        (
+            "docs/papers.md",
+            "notebooks/reproduction/books-small/lex-table2-small/record.json",
+            lambda: reproduced_table("books-small/lex-table2-small"),
+        ),
         ("docs/papers.md", "notebooks/demo/results.json", demo_table),
         ("docs/papers.md", "notebooks/demo/extrapolation.json", lambda: comparison().markdown()),
     ],
@@ -171,6 +176,25 @@ def test_summaries_are_those_of_the_records(page: Path) -> None:
 def test_the_papers_hold_as_the_page_says(verdict: str) -> None:
     page = (ROOT / "notebooks/reproduction/books/summary.md").read_text(encoding="utf-8")
     assert f"- **{verdict}" in page.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("table", "verdict"),
+    [
+        (2, "agrees**: LEX Transformer falls at every step from 64 to 2048"),
+        (2, "agrees**: LEX Transformer < Alibi at 2048"),
+        *((2, f"agrees**: {name} is higher at every length beyond 256") for name in ("Transformer", "Roformer")),
+        (2, "disagrees**: rises and falls of Alibi from length to length"),
+        (2, "disagrees**: LEX Transformer ≤ Roformer + BCA at 2048"),
+        (5, "agrees**: xPos + BCA < xPos at 2048"),
+        (5, "agrees**: RoPE + BCA < RoPE at 2048"),
+        (5, "not significant**: xPos + Sliding Window < xPos + BCA at 2048"),
+    ],
+)
+def test_the_larger_scale_holds_as_the_page_says(table: int, verdict: str) -> None:
+    folder = ROOT / f"notebooks/reproduction/books-small/lex-table{table}-small"
+    report = (folder / "report.md").read_text(encoding="utf-8")
+    assert any(line.startswith(f"- **{verdict}") for line in report.splitlines())
 
 
 def test_the_schemes_behave_as_published() -> None:
