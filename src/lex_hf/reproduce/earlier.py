@@ -53,7 +53,7 @@ def check_nothing_is_lost(place: Path, made: Callable[[Any], Made], new: Mapping
         before = made(read_json(place))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(
-            f"{place} is not such a record. Give another --output, or --overwrite to replace it."
+            f"{place} is not the record of such a report. Give another --output, or --overwrite to replace it."
         ) from error
     lost = list(before.lost(made(as_read(new))))
     if lost:

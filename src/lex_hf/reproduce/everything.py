@@ -7,13 +7,12 @@ from typing import Any
 from accelerate import PartialState
 from rich.console import Console
 
-from lex_hf.evaluation.loading import find_device
 from lex_hf.records import check_file, read_json, write_text
-from lex_hf.reproduce import models, summary
+from lex_hf.reproduce import summary
 from lex_hf.reproduce.corpora import Corpora
 from lex_hf.reproduce.earlier import as_read
 from lex_hf.reproduce.report import RECORD
-from lex_hf.reproduce.running import Plan, Request, check_output, check_tests, heading, made, run
+from lex_hf.reproduce.running import Plan, Request, begin, heading, made, make
 from lex_hf.reproduce.tables import TABLES
 
 ALL = "all"
@@ -62,27 +61,22 @@ def run_several(request: Request, *, console: Console) -> dict[str, dict[str, An
 
     Raises:
         KeyboardInterrupt: If training was stopped; the same call resumes it.
-        ValueError: As [`run`], before any work.
+        ValueError: As [`begin`], before any work.
     """
     planned, records = plans(request), dict[str, dict[str, Any]]()
-    find_device(request.device)
-    models.join_processes(request.output)
+    if request.output.is_dir():
+        check_file(request.output / summary.SUMMARY, "--output:")
+    begin(planned)
     is_main = PartialState().is_main_process
 
     def say(text: str) -> None:
         if is_main:
             console.print(text, soft_wrap=True, highlight=False)
 
-    if request.output.is_dir():
-        check_file(request.output / summary.SUMMARY, "--output:")
-    for plan in planned:
-        check_output(plan)
-    for plan in planned:
-        check_tests(plan)
     others = _made_before(request, planned)
     for plan in planned:
         say(plan.table.name)
-        records[plan.table.name] = run(plan.request, plan.texts, console=console)
+        records[plan.table.name] = make(plan, console)
         if is_main:
             done = {**others, **records}
             folders = {f"{name}-{plan.preset.name}": done[name] for name in TABLES if name in done}

@@ -166,12 +166,11 @@ class Plan:
         }
 
 
-def run(request: Request, texts: Corpora | None = None, *, console: Console | None = None) -> dict[str, Any]:
+def run(request: Request, *, console: Console | None = None) -> dict[str, Any]:
     """Make a table; models and measurements that are there are not made again.
 
     Args:
         request: What is asked for.
-        texts: Its texts, if they are shared with other tables.
         console: Where progress is reported.
 
     Returns:
@@ -179,15 +178,33 @@ def run(request: Request, texts: Corpora | None = None, *, console: Console | No
 
     Raises:
         KeyboardInterrupt: If training was stopped; the same call resumes it.
-        ValueError: If the request, or its texts, are impossible, the output cannot be written to, an earlier report
-            there would be lost, or there is no such device; all that before any work.
+        ValueError: If the request is impossible, or as [`begin`]; before any work.
     """
-    plan, start = Plan(request, texts), time.monotonic()
+    plan = Plan(request)
+    begin([plan])
+    return make(plan, console or plain_console())
+
+
+def begin(planned: Sequence[Plan]) -> None:
+    """Check, before any work, that plans of one request can be carried out, and join the processes that do it.
+
+    Raises:
+        ValueError: If there is no such device, reports cannot be written or earlier ones would be lost, or test texts
+            are too short.
+    """
+    request = planned[0].request
     find_device(request.device)
-    check_output(plan)
+    for plan in planned:
+        _check_output(plan)
     models.join_processes(request.output)
-    check_tests(plan)
-    console = (console or plain_console()) if PartialState().is_main_process else plain_console(quiet=True)
+    for plan in planned:
+        _check_tests(plan)
+
+
+def make(plan: Plan, console: Console) -> dict[str, Any]:
+    """Carry out a plan that was begun; see [`run`]."""
+    start = time.monotonic()
+    console = console if PartialState().is_main_process else plain_console(quiet=True)
     experiment = _experiment(plan, console) if plan.trains else None
     trained = [] if experiment is None else experiment.train(_tokenizer(plan))
     trained_for = time.monotonic() - start
@@ -206,12 +223,8 @@ def run(request: Request, texts: Corpora | None = None, *, console: Console | No
     return record
 
 
-def check_output(plan: Plan) -> None:
-    """Check, before any work, that the report can be written, and that no earlier one is lost.
-
-    Raises:
-        ValueError: If not.
-    """
+def _check_output(plan: Plan) -> None:
+    """Check that the report can be written, and that no earlier one is lost."""
     for folder in (plan.request.output, plan.models, plan.folder):
         check_folder(folder, "--output:")
     for name in (report.RECORD, report.REPORT) if plan.folder.is_dir() else ():
@@ -220,12 +233,8 @@ def check_output(plan: Plan) -> None:
         check_nothing_is_lost(plan.folder / report.RECORD, made, heading(plan))
 
 
-def check_tests(plan: Plan) -> None:
-    """Check, before models are trained, that test texts are long enough; that needs the tokenizer, which is made.
-
-    Raises:
-        ValueError: If not.
-    """
+def _check_tests(plan: Plan) -> None:
+    """Check that test texts are long enough; that needs the tokenizer, which is made."""
     if plan.trains:
         tokenizer = _tokenizer(plan)
         for texts in plan.tests:
