@@ -13,7 +13,7 @@ from rich.console import Console
 from lex_hf.records import write_json
 from lex_hf.reproduce import everything
 from lex_hf.reproduce.earlier import check_nothing_is_lost
-from lex_hf.reproduce.running import Plan, _check_output, made
+from lex_hf.reproduce.running import Plan, check_output, made
 
 _OLD: dict[str, Any] = {
     "preset": {"length": 128, "training": {"max_steps": 1000}, "fields": {}, "tokens_at_once": 8192},
@@ -87,7 +87,7 @@ def test_a_table_of_other_settings_replaces_a_report_only_if_it_is_told_to(
     run_experiment("lex-figure1", tmp_path, texts, seeds=(0,))
     again = Plan(toy_request("lex-figure1", tmp_path, texts, seeds=(0,)))
     PartialState._reset_state()
-    _check_output(again)
+    check_output(again)
     assert not PartialState._shared_state  # it would be of this process alone, before others are joined
     before, models = record.read_bytes(), sorted((tmp_path / "models").iterdir())
     with pytest.raises(ValueError, match="has rope_theta=default, which this one would not have"):

@@ -107,7 +107,13 @@ def reproduce(
         bool,
         typer.Option("--overwrite", help="Replace an earlier report of other settings, or of more seeds or texts."),
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be trained and measured.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only list what would be trained and measured, and say if an earlier report would be lost.",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Make tables or figures of the papers again: train what is missing, measure, compare, report.
@@ -144,16 +150,10 @@ def reproduce(
             overwrite=overwrite,
         )
         result: dict[str, Any]
-        if everything.is_several(table):
-            result = (
-                _plan_several(request, console, quiet=as_json)
-                if dry_run
-                else everything.run_several(request, console=notices())
-            )
-        elif dry_run:
-            result = running.Plan(request).to_dict()
-            if not as_json:
-                _print_reproduction(console, result)
+        if dry_run:
+            result = _plan(request, console, quiet=as_json)
+        elif everything.is_several(table):
+            result = everything.run_several(request, console=notices())
         else:
             result = running.run(request, console=notices())
     if as_json and is_main_process():
@@ -219,21 +219,33 @@ def _seeds(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def _plan_several(request: "Request", console: Console, *, quiet: bool) -> dict[str, Any]:
-    """Return the plans of several tables by name, and print how much there is to train."""
-    from lex_hf.reproduce import everything
+def _plan(request: "Request", console: Console, *, quiet: bool) -> dict[str, Any]:
+    """Return the plan of a table, or those of several by name; print them, and then why they would be refused."""
+    from lex_hf.reproduce import everything, running
 
-    found = {plan.table.name: plan.to_dict() for plan in everything.plans(request)}
+    is_several = everything.is_several(request.table)
+    planned = everything.plans(request) if is_several else [running.Plan(request)]
+    found = {plan.table.name: plan.to_dict() for plan in planned}
+    result = found if is_several else found[request.table]
     if not quiet:
-        columns = [Column("table"), *map(number, ("models", "to train", "tokens to train on"))]
-        rows, new = [], dict[str, int]()
-        for name, plan in found.items():
-            missing = {model["name"]: model["tokens"] for model in plan["models"] if model["state"] != "trained"}
-            rows.append((name, str(len(plan["models"])), str(len(missing)), str(sum(missing.values()))))
-            new |= missing
-        caption = f"tables share models: {len(new)} are to be trained, on {sum(new.values())} tokens together"
-        console.print(new_table(f"{len(found)} tables at the scale {request.preset}", columns, rows, caption))
-    return found
+        (_print_several if is_several else _print_reproduction)(console, result)
+    for plan in planned:
+        if plan.has_data:  # without texts it is a plan alone
+            running.check_output(plan)
+    return result
+
+
+def _print_several(console: Console, plans: dict[str, Any]) -> None:
+    """Print how much several tables train, together."""
+    columns = [Column("table"), *map(number, ("models", "to train", "tokens to train on"))]
+    rows, new = [], dict[str, int]()
+    for name, plan in plans.items():
+        missing = {model["name"]: model["tokens"] for model in plan["models"] if model["state"] != "trained"}
+        rows.append((name, str(len(plan["models"])), str(len(missing)), str(sum(missing.values()))))
+        new |= missing
+    scale = next(iter(plans.values()))["preset"]
+    caption = f"tables share models: {len(new)} are to be trained, on {sum(new.values())} tokens together"
+    console.print(new_table(f"{len(plans)} tables at the scale {scale}", columns, rows, caption))
 
 
 def _print_reproduction(console: Console, plan: dict[str, Any]) -> None:

@@ -195,7 +195,7 @@ def begin(planned: Sequence[Plan]) -> None:
     request = planned[0].request
     find_device(request.device)
     for plan in planned:
-        _check_output(plan)
+        check_output(plan)
     models.join_processes(request.output)
     for plan in planned:
         _check_tests(plan)
@@ -223,8 +223,8 @@ def make(plan: Plan, console: Console) -> dict[str, Any]:
     return record
 
 
-def _check_output(plan: Plan) -> None:
-    """Check that the report can be written, and that no earlier one is lost."""
+def check_output(plan: Plan) -> None:
+    """Check that the report of a plan that has texts can be written, and no earlier one is lost; else `ValueError`."""
     for folder in (plan.request.output, plan.models, plan.folder):
         check_folder(folder, "--output:")
     for name in (report.RECORD, report.REPORT) if plan.folder.is_dir() else ():
