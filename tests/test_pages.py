@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,16 +76,16 @@ def reproduced_table(folder: str = "books/lex-table2-tiny") -> str:
     return next(block for block in report.split("\n\n") if block.startswith("| system"))
 
 
-def starts_table() -> str:
-    """What the LEX paper's Table 2 has at l and at 8 l, by the standard deviation of new matrices."""
-    tables = [reproduced_table(f"{group}/lex-table2-tiny").splitlines() for group in ("initializer-0.02", "books")]
-    rows = [["system", *(f"{start} at {length}" for length in ("*l*", "8 *l*") for start in ("0.02", "0.1"))]]
-    rows.append(["---", *["---:"] * 4])
-    for narrow, own in zip(*tables, strict=True):
-        cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in (narrow, own)]
+def starts_table(tables: Mapping[str, str]) -> str:
+    """What reports of the LEX paper's Table 2 have at l and at 8 l, by the standard deviation of new matrices."""
+    made = [reproduced_table(folder).splitlines() for folder in tables.values()]
+    rows = [["system", *(f"{start} at {length}" for length in ("*l*", "8 *l*") for start in tables)]]
+    rows.append(["---", *["---:"] * (2 * len(tables))])
+    for lines in zip(*made, strict=True):
+        cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in lines]
         name = cells[0][0]
         if name not in ("system", "---", "*as printed*"):
-            rows.append([name, *(row[column].rstrip("†") for column in (3, 6) for row in cells)])
+            rows.append([name, *(row[column].rstrip("†*\\") for column in (3, 6) for row in cells)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
@@ -106,7 +106,11 @@ def record_of(folder: Path) -> dict[str, Any]:
         ("README.md", "model_cards/lex-books-3m/record.json", zoo_table),
         ("docs/papers.md", "notebooks/reproduction/books/summary.md", overview),
         ("docs/papers.md", "notebooks/reproduction/books/lex-table2-tiny/record.json", reproduced_table),
-        ("docs/papers.md", "notebooks/reproduction/initializer-0.02", starts_table),
+        (
+            "docs/papers.md",
+            "notebooks/reproduction/initializer-0.02",
+            lambda: starts_table({"0.02": "initializer-0.02/lex-table2-tiny", "0.1": "books/lex-table2-tiny"}),
+        ),
         (
             "docs/papers.md",
             "notebooks/reproduction/books-small/lex-table2-small/record.json",
