@@ -230,7 +230,7 @@ def _plan(request: "Request", console: Console, *, quiet: bool) -> dict[str, Any
     if not quiet:
         (_print_several if is_several else _print_reproduction)(console, result)
     for plan in planned:
-        if plan.has_data:  # without texts it is a plan alone
+        if plan.has_data or not plan.trains:  # else texts are yet to be named, and so is what the report is of
             running.check_output(plan)
     return result
 

@@ -224,7 +224,7 @@ def make(plan: Plan, console: Console) -> dict[str, Any]:
 
 
 def check_output(plan: Plan) -> None:
-    """Check that the report of a plan that has texts can be written, and no earlier one is lost; else `ValueError`."""
+    """Check that a report can be written and none is lost, else `ValueError`; what trains must have its texts."""
     for folder in (plan.request.output, plan.models, plan.folder):
         check_folder(folder, "--output:")
     for name in (report.RECORD, report.REPORT) if plan.folder.is_dir() else ():
